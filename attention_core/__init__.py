@@ -1,0 +1,1 @@
+"""Attention: paged KV, indexer, sparse attention and their strategies. Depends on torch only."""

@@ -1,0 +1,1 @@
+"""Backends: the only places for device imports."""

@@ -1,0 +1,1 @@
+"""Bytes between services: layouts, tickets, receipts and transfer engines. No torch, no grpc."""

@@ -1,0 +1,1 @@
+"""What both services need beside attention: models, requests, blocks, sampling, RPC plumbing."""

@@ -1,0 +1,1 @@
+"""Models of the DSA families, read from Hugging Face directories."""

@@ -1,0 +1,1 @@
+"""RPC plumbing that both services share."""

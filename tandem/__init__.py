@@ -1,0 +1,1 @@
+"""Tandem: prefill and decode on separate machines. The public Python surface."""
