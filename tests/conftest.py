@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
-from tests.support.checkpoints import CHECKPOINT_NAMES, write_tiny_checkpoint
-from tests.support.oracle import Oracle
+# transformers takes seconds to import, so only the tests that use it pay for it.
+if TYPE_CHECKING:
+    from tests.support.oracle import Oracle
 
 # The suite shares two cores with the service processes it starts.
 torch.set_num_threads(1)
@@ -18,6 +20,8 @@ torch.set_num_threads(1)
 @pytest.fixture(scope="session")
 def tiny_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
     """Directories of the tiny random checkpoints: ds_plain, ds_yarn, glm_plain, glm_shared."""
+    from tests.support.checkpoints import CHECKPOINT_NAMES, write_tiny_checkpoint
+
     root = tmp_path_factory.mktemp("checkpoints")
     return {name: write_tiny_checkpoint(name, root / name) for name in CHECKPOINT_NAMES}
 
@@ -31,6 +35,8 @@ def recall_dir() -> Path:
 @pytest.fixture(scope="session")
 def oracle_of() -> Callable[[Path], Oracle]:
     """Loads a checkpoint into transformers, once a session."""
+    from tests.support.oracle import Oracle
+
     loaded: dict[Path, Oracle] = {}
 
     def load(model_dir: Path) -> Oracle:
