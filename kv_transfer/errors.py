@@ -1,7 +1,7 @@
 """Everything that kv_transfer raises.
 
 KvTransferError
-├── LayoutError                a layout, region or block list that cannot be (field, value, limit)
+├── LayoutError                an impossible layout, region or block list (field, value, limit)
 ├── IllegalTransitionError     a life-cycle step that the transition table does not have
 ├── EngineError
 │   ├── EngineConfigError      a setting of an engine (field, value, limit)

@@ -5,7 +5,7 @@ component of each layer begins in one memory; `placements` joins the two.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kv_transfer.digest import DIGEST_ALGORITHM
 from kv_transfer.errors import LayoutError
@@ -163,6 +163,11 @@ class RegionMap:
     size_bytes: int
     base_address: int
     components: tuple[ComponentRegion, ...]
+
+
+def with_block_size(layout: KvLayout, block_size: int) -> KvLayout:
+    """Return the layout with another block size."""
+    return replace(layout, block_size=block_size)
 
 
 def placements(region: RegionMap, layout: KvLayout) -> Mapping[tuple[int, str], Placement]:

@@ -5,11 +5,10 @@ the issuer and never leaves it. The issuer is also the only verifier: receipts e
 receipt for another incarnation, another grant or a made-up ticket is refused.
 """
 
-import hashlib
 import hmac
 import secrets
 import struct
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kv_transfer.errors import LayoutError, StaleTicketError, TicketMacError
 from kv_transfer.spans import RowRange
@@ -96,21 +95,18 @@ class TicketIssuer:
         """
         if not 0 < lease_s < float("inf"):
             raise LayoutError("lease_s", lease_s, "> 0 and finite")
-        ticket_id = secrets.token_bytes(TICKET_ID_BYTES)
-        message = _encode(
-            ticket_id, self.decode_incarnation, prefill_incarnation, block_ids, rows, lease_s
-        )
-        mac = hmac.digest(self._key, message, hashlib.sha256)[:MAC_BYTES]
-        self._live[ticket_id] = mac
-        return Ticket(
-            id=ticket_id,
+        unsigned = Ticket(
+            id=secrets.token_bytes(TICKET_ID_BYTES),
             decode_incarnation=self.decode_incarnation,
             prefill_incarnation=prefill_incarnation,
             block_ids=block_ids,
             rows=rows,
             lease_s=lease_s,
-            mac=mac,
+            mac=b"",
         )
+        ticket = replace(unsigned, mac=self._mac_of(unsigned))
+        self._live[ticket.id] = ticket.mac
+        return ticket
 
     def verify(self, ticket_id: bytes, mac: bytes) -> None:
         """Accept an id and code that belong to one live ticket.
@@ -132,40 +128,27 @@ class TicketIssuer:
             StaleTicketError: The ticket is not live.
             TicketMacError: A field or the code is not as issued.
         """
-        message = _encode(
-            ticket.id,
-            ticket.decode_incarnation,
-            ticket.prefill_incarnation,
-            ticket.block_ids,
-            ticket.rows,
-            ticket.lease_s,
-        )
-        mac = hmac.digest(self._key, message, hashlib.sha256)[:MAC_BYTES]
         self.verify(ticket.id, ticket.mac)
-        if not hmac.compare_digest(mac, ticket.mac):
+        if not hmac.compare_digest(self._mac_of(ticket), ticket.mac):
             raise TicketMacError(ticket.id)
 
     def retire(self, ticket_id: bytes) -> None:
         """End a ticket: from now on it is stale. Idempotent."""
         self._live.pop(ticket_id, None)
 
+    def _mac_of(self, ticket: Ticket) -> bytes:
+        return hmac.digest(self._key, _encode(ticket), "sha256")[:MAC_BYTES]
 
-def _encode(
-    ticket_id: bytes,
-    decode_incarnation: str,
-    prefill_incarnation: str,
-    block_ids: tuple[int, ...],
-    rows: RowRange,
-    lease_s: float,
-) -> bytes:
-    """Encode the fields so that no two different tickets give the same bytes."""
+
+def _encode(ticket: Ticket) -> bytes:
+    """Encode all fields but the code so that no two different tickets give the same bytes."""
     parts = [
         _DOMAIN,
-        ticket_id,
-        decode_incarnation.encode(),
-        prefill_incarnation.encode(),
-        struct.pack(f">{len(block_ids)}Q", *block_ids),
-        struct.pack(">QQ", rows.start, rows.end),
-        struct.pack(">Q", round(lease_s * 1e9)),  # whole nanoseconds, as on the wire
+        ticket.id,
+        ticket.decode_incarnation.encode(),
+        ticket.prefill_incarnation.encode(),
+        struct.pack(f">{len(ticket.block_ids)}Q", *ticket.block_ids),
+        struct.pack(">QQ", ticket.rows.start, ticket.rows.end),
+        struct.pack(">Q", round(ticket.lease_s * 1e9)),  # whole nanoseconds, as on the wire
     ]
     return b"".join(struct.pack(">I", len(part)) + part for part in parts)
