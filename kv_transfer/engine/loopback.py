@@ -126,7 +126,10 @@ class LoopbackEngine:
         return target
 
     def connect(
-        self, descriptor: TargetDescriptor, prefill_incarnation: str, timeout_s: float
+        self,
+        descriptor: TargetDescriptor,
+        prefill_incarnation: str,
+        timeout_s: float,  # noqa: ARG002  the protocol's; nothing blocks here
     ) -> LoopbackLink:
         """As the protocol says; never blocks."""
         if descriptor.engine != self.name:
