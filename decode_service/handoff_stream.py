@@ -1,0 +1,135 @@
+"""One Prefill call: messages out one at a time, messages in without losing any to a cancelled wait.
+
+    open -> (failed | drained | ended well | broken)
+
+Event loop thread only; one reader at a time.
+"""
+
+import asyncio
+from enum import Enum
+
+import grpc
+
+from decode_service.prefill_errors import error_from_failure, error_from_rpc
+from serving_core.errors import PrefillUnavailableError, TandemError
+from tandem.v1 import prefill_service_pb2 as pb
+
+
+class StreamEnd(Enum):
+    """What the way a stream ended says about writes of its ticket."""
+
+    OPEN = "open"
+    QUIET = "quiet"  # prefill said so: Failed, Drained, or OK after its last receipt
+    BROKEN = "broken"  # nobody said anything
+
+
+class HandoffStream:
+    """A Prefill call and what is known of its end."""
+
+    def __init__(
+        self,
+        call: "grpc.aio.StreamStreamCall[pb.PrefillRequest, pb.PrefillResponse]",
+        *,
+        write_timeout_s: float,
+    ) -> None:
+        """Take an opened call.
+
+        Args:
+            call: The call; this object ends it.
+            write_timeout_s: Longest time until the peer takes one message.
+        """
+        self._call = call
+        self._write_timeout_s = write_timeout_s
+        self._write_lock = asyncio.Lock()
+        self._reading: asyncio.Task[pb.PrefillResponse | None] | None = None
+        self._end = StreamEnd.OPEN
+
+    @property
+    def end(self) -> StreamEnd:
+        """How the stream ended, as far as it was read."""
+        return self._end
+
+    async def send(self, request: pb.PrefillRequest) -> bool:
+        """Send one message. Returns False when the stream has ended: its reader learns why.
+
+        Raises:
+            PrefillUnavailableError: The peer does not take the message in time.
+        """
+        try:
+            async with asyncio.timeout(self._write_timeout_s), self._write_lock:
+                await self._call.write(request)
+        except TimeoutError as error:
+            raise PrefillUnavailableError(
+                f"prefill took no message for {self._write_timeout_s:g} s"
+            ) from error
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            return False
+        return True
+
+    async def next_message(self) -> pb.PrefillResponse | None:
+        """Wait for a message; None when the stream ended with OK. The caller bounds the wait.
+
+        A wait that is cancelled takes no message: the next call gets it.
+
+        Raises:
+            TandemError: Prefill failed the hand-off, or the stream broke.
+        """
+        if self._reading is None:
+            self._reading = asyncio.create_task(self._read())
+            self._reading.add_done_callback(_retrieve)
+        message = await asyncio.shield(self._reading)
+        self._reading = None
+        if message is None:
+            self._end = StreamEnd.QUIET
+        elif message.HasField("failed"):
+            self._end = StreamEnd.QUIET
+            raise error_from_failure(message.failed.failure)
+        elif message.HasField("drained"):
+            self._end = StreamEnd.QUIET
+        return message
+
+    async def revoke(self, ticket_id: bytes, cause: str) -> bool:
+        """Ask prefill to end the ticket and wait for its word. The caller bounds the wait.
+
+        Returns:
+            Whether no write of the ticket can happen any more.
+        """
+        try:
+            if self._end is StreamEnd.OPEN:
+                revoke = pb.Revoke(ticket_id=ticket_id, cause=cause)
+                await self.send(pb.PrefillRequest(revoke=revoke))
+            while self._end is StreamEnd.OPEN:
+                await self.next_message()
+        except TandemError:
+            # A Failed message is an answer as good as Drained; anything else broke the stream.
+            return self._end is StreamEnd.QUIET
+        return self._end is StreamEnd.QUIET
+
+    async def wait_end(self) -> None:
+        """Read until the stream has ended, however it ends. The caller bounds the wait."""
+        try:
+            while self._end is StreamEnd.OPEN:
+                await self.next_message()
+        except TandemError:
+            # After the commit nothing depends on the stream any more; `end` tells how it was.
+            return
+
+    def close(self) -> None:
+        """End the call, whatever its state."""
+        self._call.cancel()
+        if self._reading is not None:
+            self._reading.cancel()
+
+    async def _read(self) -> pb.PrefillResponse | None:
+        try:
+            message = await self._call.read()  # raises when the call ended with another status
+        except grpc.aio.AioRpcError as error:
+            self._end = StreamEnd.BROKEN
+            raise error_from_rpc(error) from error
+        return message if isinstance(message, pb.PrefillResponse) else None
+
+
+def _retrieve(reading: "asyncio.Task[pb.PrefillResponse | None]") -> None:
+    """Look at an error that nobody waits for any more, so that asyncio does not report it."""
+    if not reading.cancelled():
+        reading.exception()

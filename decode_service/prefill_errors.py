@@ -1,0 +1,81 @@
+"""What a prefill service's refusals and failures mean for the request, as errors of ours."""
+
+from google.rpc import error_details_pb2
+from grpc import StatusCode
+from grpc.aio import AioRpcError
+from grpc_status import rpc_status
+
+from serving_core.errors import (
+    ComputeError,
+    LayoutMismatchError,
+    OverloadedError,
+    PrefillUnavailableError,
+    SessionUnknownError,
+    TandemError,
+)
+from serving_core.rpc.status import ERROR_DOMAIN
+from tandem.v1 import errors_pb2
+
+_DEFAULT_RETRY_AFTER_S = 0.5
+
+
+def error_from_rpc(error: AioRpcError) -> TandemError:
+    """Translate the status with which a prefill service ended a call.
+
+    A status that only our own mistake can cause becomes ComputeError, so that the client does not
+    read it as its own.
+    """
+    info, retry_after_s = _details(error)
+    code = error.code()
+    text = f"prefill answered {code.name}: {error.details()}"
+    if info.reason == "SESSION_UNKNOWN":
+        return SessionUnknownError("ours")
+    if info.reason == "LAYOUT_MISMATCH":
+        told = info.metadata  # seen from prefill: its "ours" is the peer's value here
+        return LayoutMismatchError(
+            told.get("field", "layout"), told.get("theirs", "unknown"), told.get("ours", "unknown")
+        )
+    if code is StatusCode.RESOURCE_EXHAUSTED:
+        return OverloadedError(text, retry_after_s=retry_after_s)
+    if code in (
+        StatusCode.INVALID_ARGUMENT,
+        StatusCode.FAILED_PRECONDITION,
+        StatusCode.UNIMPLEMENTED,
+        StatusCode.INTERNAL,
+    ):
+        return ComputeError(text)
+    return PrefillUnavailableError(text, retry_after_s=retry_after_s)
+
+
+def error_from_failure(failure: errors_pb2.Failure) -> TandemError:
+    """Translate a Failed message, keeping the layer and rank it names."""
+    place = f" at layer {failure.layer}" if failure.HasField("layer") else ""
+    place += f" rank {failure.rank}" if failure.HasField("rank") else ""
+    reason = errors_pb2.FailureReason.Name(failure.reason).removeprefix("FAILURE_REASON_")
+    text = f"prefill failed{place}: {reason}: {failure.message}"
+    if failure.reason == errors_pb2.FAILURE_REASON_SESSION_UNKNOWN:
+        return SessionUnknownError("ours")
+    if failure.reason == errors_pb2.FAILURE_REASON_OVERLOADED:
+        return OverloadedError(text, retry_after_s=_DEFAULT_RETRY_AFTER_S)
+    if failure.reason in (
+        errors_pb2.FAILURE_REASON_INVALID_REQUEST,
+        errors_pb2.FAILURE_REASON_TICKET_REJECTED,
+        errors_pb2.FAILURE_REASON_COMPUTE_FAILED,
+    ):
+        return ComputeError(text)
+    return PrefillUnavailableError(text, retry_after_s=_DEFAULT_RETRY_AFTER_S)
+
+
+def _details(error: AioRpcError) -> tuple[error_details_pb2.ErrorInfo, float]:
+    """Return our ErrorInfo (empty when there is none) and the retry delay in seconds."""
+    info = error_details_pb2.ErrorInfo()
+    retry_after_s = _DEFAULT_RETRY_AFTER_S
+    status = rpc_status.from_call(error)  # type: ignore[arg-type]  # it only reads the metadata
+    for detail in status.details if status is not None else ():
+        found = error_details_pb2.ErrorInfo()
+        retry = error_details_pb2.RetryInfo()
+        if detail.Unpack(found) and found.domain == ERROR_DOMAIN:
+            info = found
+        elif detail.Unpack(retry):
+            retry_after_s = retry.retry_delay.ToNanoseconds() / 1e9
+    return info, retry_after_s

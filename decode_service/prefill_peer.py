@@ -1,0 +1,197 @@
+"""One prefill service as seen from here: its channel, its handshake and its health.
+
+    CONNECTING --handshake--> READY --connection lost, session unknown--> CONNECTING
+         |
+         +--layouts differ--> MISMATCHED --tried again at leisure--> CONNECTING
+
+A task of its own keeps each peer in READY as long as it can. Owned by the event loop thread.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+import grpc
+
+from decode_service.prefill_errors import error_from_rpc
+from kv_transfer.layout import KvLayout, compare
+from serving_core.errors import LayoutMismatchError, TandemError
+from serving_core.rpc import wire
+from tandem.v1 import prefill_service_pb2 as pb
+from tandem.v1 import prefill_service_pb2_grpc as pb_grpc
+
+logger = logging.getLogger(__name__)
+
+PROTOCOL_VERSION = 1
+_HANDSHAKE_TIMEOUT_S = 5.0
+_FIRST_BACKOFF_S = 0.1
+_LAST_BACKOFF_S = 0.5
+
+
+class PeerState(Enum):
+    """Whether a peer can take requests; CONNECTING also stands for a lost connection."""
+
+    CONNECTING = "connecting"
+    READY = "ready"
+    MISMATCHED = "mismatched"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillSession:
+    """A valid handshake.
+
+    Attributes:
+        session_id: Names it in Start.
+        prefill_incarnation: The process that agreed.
+        max_prompt_tokens: Longest prompt that fits its empty pool.
+    """
+
+    session_id: str
+    prefill_incarnation: str
+    max_prompt_tokens: int
+
+
+class PrefillPeer:
+    """A configured prefill service."""
+
+    def __init__(
+        self,
+        *,
+        address: str,
+        channel: grpc.aio.Channel,
+        handshake: pb.HandshakeRequest,
+        layout: KvLayout,
+        on_change: Callable[["PrefillPeer"], None],
+        on_handshake: Callable[[str], None],
+    ) -> None:
+        """Take the collaborators; `run` does the work.
+
+        Args:
+            address: host:port from the configuration, for messages.
+            channel: To that address; closed by its owner.
+            handshake: What is sent; the same at each attempt.
+            layout: Layout of our KV.
+            on_change: Called after each change of state.
+            on_handshake: Told the outcome of each handshake: ok, mismatch or failed.
+        """
+        self.address = address
+        self.stub = pb_grpc.PrefillServiceStub(channel)
+        self.num_pending_tokens = 0
+        self._channel = channel
+        self._handshake = handshake
+        self._layout = layout
+        self._on_change = on_change
+        self._on_handshake = on_handshake
+        self._state = PeerState.CONNECTING
+        self._session: PrefillSession | None = None
+        self._max_prompt_tokens: int | None = None
+        self._last_problem = ""
+        self._lost = asyncio.Event()
+
+    @property
+    def state(self) -> PeerState:
+        """Where it is in its life."""
+        return self._state
+
+    @property
+    def session(self) -> PrefillSession | None:
+        """The valid handshake; None unless READY."""
+        return self._session
+
+    @property
+    def max_prompt_tokens(self) -> int | None:
+        """Longest prompt it has ever said to take; None before the first handshake."""
+        return self._max_prompt_tokens
+
+    def invalidate(self, session: PrefillSession, cause: str) -> None:
+        """Drop a session that proved unusable, unless a newer one is there already."""
+        if self._session is session:
+            self._session = None
+            self._note_problem(cause)
+            self._become(PeerState.CONNECTING)
+            self._lost.set()
+
+    async def run(self) -> None:
+        """Keep the peer ready until cancelled."""
+        backoff_s = _FIRST_BACKOFF_S
+        while True:
+            if await self._shake_hands():
+                backoff_s = _FIRST_BACKOFF_S
+                await self._watch()
+            else:
+                await asyncio.sleep(backoff_s)
+                backoff_s = min(2 * backoff_s, _LAST_BACKOFF_S)
+
+    async def _shake_hands(self) -> bool:
+        try:
+            reply = await self.stub.Handshake(
+                self._handshake, timeout=_HANDSHAKE_TIMEOUT_S, wait_for_ready=False
+            )
+            self._check_layout(reply)
+        except grpc.aio.AioRpcError as error:
+            return self._refuse(error_from_rpc(error))
+        except TandemError as error:
+            return self._refuse(error)
+        self._session = PrefillSession(
+            session_id=reply.session_id,
+            prefill_incarnation=reply.prefill_incarnation,
+            max_prompt_tokens=reply.max_prompt_tokens,
+        )
+        self._max_prompt_tokens = reply.max_prompt_tokens
+        self._last_problem = ""
+        self._lost.clear()
+        logger.info("prefill=%s incarnation=%s ready", self.address, reply.prefill_incarnation)
+        self._on_handshake("ok")
+        self._become(PeerState.READY)
+        return True
+
+    def _check_layout(self, reply: pb.HandshakeResponse) -> None:
+        """Check the peer's word ourselves: it may be newer or older than we are.
+
+        Raises:
+            LayoutMismatchError: Names the first field that differs.
+            InvalidRequestError: The reply cannot be read.
+        """
+        for mismatch in compare(self._layout, wire.layout_from_proto(reply.layout)):
+            raise LayoutMismatchError(mismatch.field, mismatch.ours, mismatch.theirs)
+
+    def _refuse(self, error: TandemError) -> bool:
+        self._note_problem(f"{type(error).__name__}: {error}")
+        is_mismatch = isinstance(error, LayoutMismatchError)
+        self._on_handshake("mismatch" if is_mismatch else "failed")
+        self._become(PeerState.MISMATCHED if is_mismatch else PeerState.CONNECTING)
+        return False
+
+    async def _watch(self) -> None:
+        """Return when the session is lost; a session outlives no connection."""
+        watching = asyncio.create_task(self._connection_lost())
+        losing = asyncio.create_task(self._lost.wait())
+        try:
+            await asyncio.wait((watching, losing), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (watching, losing):
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
+        if self._session is not None:
+            self.invalidate(self._session, "the connection was lost")
+
+    async def _connection_lost(self) -> None:
+        state = self._channel.get_state()
+        while state is grpc.ChannelConnectivity.READY:
+            await self._channel.wait_for_state_change(state)
+            state = self._channel.get_state()
+
+    def _note_problem(self, problem: str) -> None:
+        """Log a problem once, however often it is met in a row."""
+        if problem != self._last_problem:
+            logger.warning("prefill=%s unusable: %s", self.address, problem)
+        self._last_problem = problem
+
+    def _become(self, state: PeerState) -> None:
+        if state is not self._state:
+            self._state = state
+            self._on_change(self)
