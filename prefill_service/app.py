@@ -36,6 +36,7 @@ from prefill_service.ticket_book import TicketBook
 from prefill_service.validation import PromptLimits
 from serving_core.block_pool import BlockPool
 from serving_core.config import PrefillConfig
+from serving_core.errors import ComputeError
 from serving_core.kv_engines import make_engine
 from serving_core.kv_regions import kv_layout, source_region
 from serving_core.model.config import DTYPES
@@ -104,11 +105,21 @@ class PrefillApp:
         self._executor = ThreadPoolExecutor(max_workers=8, thread_name_prefix="prefill-blocking")
         self._health = ServiceHealth()
         self._tasks: list[asyncio.Task[None]] = []
+        self._ended = asyncio.Event()
+        self._fault: BaseException | None = None
 
-    async def start(self) -> str:
-        """Start serving and return the address, host:port."""
+    @property
+    def address(self) -> str:
+        """host:port on which decode services are served; after `start`."""
+        return self._bound.address
+
+    async def start(self) -> None:
+        """Serve.
+
+        Raises:
+            ConfigError: The address cannot be bound.
+        """
         loop = asyncio.get_running_loop()
-        self._fault: asyncio.Future[BaseException] = loop.create_future()
         self._runner = self._make_runner(loop)
         self._jobs = self._make_jobs()
         self._sessions = self._make_sessions(loop)
@@ -125,13 +136,13 @@ class PrefillApp:
             start_timeout_s=_START_TIMEOUT_S,
             write_timeout_s=_WRITE_TIMEOUT_S,
         )
-        bound = build_server(
+        self._bound = build_server(
             self._config,
             interceptors=[ErrorInterceptor(self._metrics)],
             service_health=self._health,
             service_names=[SERVICE_NAME],
         )
-        self._server = bound.server
+        self._server = self._bound.server
         pb_grpc.add_PrefillServiceServicer_to_server(servicer, self._server)
         self._metrics_server = (
             MetricsServer(self._metrics.registry, self._config.metrics_port)
@@ -143,14 +154,20 @@ class PrefillApp:
         await self._health.start()
         await self._server.start()
         await self._health.set(READY, True)
-        return bound.address
 
-    async def wait_fault(self) -> BaseException:
-        """Return when the compute thread died, with the reason."""
-        return await asyncio.shield(self._fault)
+    async def wait(self) -> None:
+        """Return when `stop` was called or the service cannot go on.
+
+        Raises:
+            ComputeError: The compute thread ended on an error.
+        """
+        await self._ended.wait()
+        if self._fault is not None:
+            raise ComputeError("the compute thread has ended") from self._fault
 
     async def stop(self) -> None:
         """Refuse new requests, let running ones end within the grace time, and stop."""
+        self._ended.set()
         await self._health.stop()
         if not await self._jobs.drain(self._config.drain_grace_s):
             logger.error("some jobs did not end in time")
@@ -253,8 +270,8 @@ class PrefillApp:
         )
 
     def _set_fault(self, error: BaseException) -> None:
-        if not self._fault.done():
-            self._fault.set_result(error)
+        self._fault = error
+        self._ended.set()
 
     async def _watch(self) -> None:
         """Reap dead decode services, and keep signals and gauges true."""

@@ -29,14 +29,18 @@ EXIT_NOT_STARTED = 2
 class ServiceApp(Protocol):
     """A built service."""
 
-    async def start(self) -> str:
-        """Start serving and return the address, host:port."""
+    @property
+    def address(self) -> str:
+        """host:port on which it serves; after `start`."""
 
-    async def wait_fault(self) -> BaseException:
-        """Return when the service cannot go on, with the reason."""
+    async def start(self) -> None:
+        """Serve."""
+
+    async def wait(self) -> None:
+        """Return after `stop`; raise when the service cannot go on."""
 
     async def stop(self) -> None:
-        """Refuse new requests, let running ones end within the grace time, and stop."""
+        """Refuse new requests, let running ones end within the grace time, and end."""
 
 
 def run_service(role: str, *, log_level: str, build: Callable[[], ServiceApp]) -> int:
@@ -55,20 +59,19 @@ async def _serve(role: str, app: ServiceApp) -> int:
     stop_asked = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop_asked.set)
-    address = await app.start()
-    ready = {"event": "ready", "role": role, "address": address, "pid": os.getpid()}
+    await app.start()
+    ready = {"event": "ready", "role": role, "address": app.address, "pid": os.getpid()}
     sys.stdout.write(json.dumps(ready) + "\n")
     sys.stdout.flush()
-    logger.info("%s service ready address=%s", role, address)
+    logger.info("%s service ready address=%s", role, app.address)
     asked = asyncio.create_task(stop_asked.wait())
-    fault = asyncio.create_task(app.wait_fault())
-    done, pending = await asyncio.wait({asked, fault}, return_when=asyncio.FIRST_COMPLETED)
-    for task in pending:
-        task.cancel()
-    if fault in done:
-        logger.critical("%s service cannot go on", role, exc_info=fault.result())
-        await app.stop()
-        return EXIT_FAULT
+    ended = asyncio.create_task(app.wait())
+    await asyncio.wait({asked, ended}, return_when=asyncio.FIRST_COMPLETED)
+    asked.cancel()
     logger.info("%s service stops", role)
     await app.stop()
+    fault = (await asyncio.gather(ended, return_exceptions=True))[0]
+    if isinstance(fault, BaseException):
+        logger.critical("%s service could not go on", role, exc_info=fault)
+        return EXIT_FAULT
     return EXIT_OK
