@@ -56,8 +56,9 @@ class SampleRequest:
 def uniform(*, seed: int, position: int, sequence: int) -> float:
     """The random number in [0, 1) that belongs to one token of one sequence."""
     # The first counter word runs inside a stream, so streams of neighbours never overlap.
-    generator = np.random.Philox(key=[seed & _SEED_MASK, 0], counter=[0, position, sequence, 0])
-    bits = int(generator.random_raw())
+    counter = np.array([0, position, sequence, 0], dtype=np.uint64)
+    key = np.array([seed & _SEED_MASK, 0], dtype=np.uint64)
+    bits = int(np.random.Philox(key=key, counter=counter).random_raw())
     return float((bits >> (64 - _MANTISSA_BITS)) * 2.0**-_MANTISSA_BITS)
 
 
