@@ -11,7 +11,12 @@ import grpc
 from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2, vllm_engine_pb2_grpc
 
 from serving_core.tokenizer import Tokenizer
-from tandem.channel import CHANNEL_OPTIONS, DEFAULT_TIMEOUT_S, METADATA_TIMEOUT_S
+from tandem.channel import (
+    CHANNEL_OPTIONS,
+    DEFAULT_TIMEOUT_S,
+    METADATA_TIMEOUT_S,
+    call_metadata,
+)
 from tandem.errors import error_from_call
 from tandem.generation import (
     Completion,
@@ -96,6 +101,7 @@ class AsyncClient:
     Args:
         address: host:port.
         timeout_s: Time limit of a generation, unless the call gives its own.
+        model: Name of the model that must be served; empty takes whatever is.
         credentials: TLS credentials; None means plaintext.
     """
 
@@ -104,9 +110,11 @@ class AsyncClient:
         address: str,
         *,
         timeout_s: float = DEFAULT_TIMEOUT_S,
+        model: str = "",
         credentials: grpc.ChannelCredentials | None = None,
     ) -> None:
         self._timeout_s = timeout_s
+        self._metadata = call_metadata(model)
         if credentials is None:
             self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
         else:
@@ -128,7 +136,9 @@ class AsyncClient:
         request = build_request(prompt, request_id=request_id, **sampling)
         reader = GenerationReader(request, await self.tokenizer())
         limit_s = self._timeout_s if timeout_s is None else timeout_s
-        return AsyncGeneration(self._stub.Generate(request, timeout=limit_s), reader)
+        return AsyncGeneration(
+            self._stub.Generate(request, timeout=limit_s, metadata=self._metadata), reader
+        )
 
     async def complete(
         self,

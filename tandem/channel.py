@@ -17,3 +17,14 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     # Two clients in one process must not share the fate of one connection.
     ("grpc.use_local_subchannel_pool", 1),
 )
+
+_MODEL_KEY = "x-tandem-model"
+
+
+def call_metadata(model: str) -> tuple[tuple[str, str], ...]:
+    """Metadata of a generation; the protocol itself has no field for a model's name.
+
+    Args:
+        model: Name of the model that must be served; empty takes whatever is.
+    """
+    return ((_MODEL_KEY, model),) if model else ()

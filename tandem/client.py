@@ -11,7 +11,12 @@ import grpc
 from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2, vllm_engine_pb2_grpc
 
 from serving_core.tokenizer import Tokenizer
-from tandem.channel import CHANNEL_OPTIONS, DEFAULT_TIMEOUT_S, METADATA_TIMEOUT_S
+from tandem.channel import (
+    CHANNEL_OPTIONS,
+    DEFAULT_TIMEOUT_S,
+    METADATA_TIMEOUT_S,
+    call_metadata,
+)
 from tandem.errors import ClientError, error_from_call
 from tandem.generation import (
     Completion,
@@ -99,6 +104,7 @@ class Client:
     Args:
         address: host:port.
         timeout_s: Time limit of a generation, unless the call gives its own.
+        model: Name of the model that must be served; empty takes whatever is.
         credentials: TLS credentials; None means plaintext.
     """
 
@@ -107,9 +113,11 @@ class Client:
         address: str,
         *,
         timeout_s: float = DEFAULT_TIMEOUT_S,
+        model: str = "",
         credentials: grpc.ChannelCredentials | None = None,
     ) -> None:
         self._timeout_s = timeout_s
+        self._metadata = call_metadata(model)
         if credentials is None:
             self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
         else:
@@ -142,7 +150,9 @@ class Client:
         request = build_request(prompt, request_id=request_id, **sampling)
         reader = GenerationReader(request, self.tokenizer())
         limit_s = self._timeout_s if timeout_s is None else timeout_s
-        return Generation(self._stub.Generate(request, timeout=limit_s), reader)
+        return Generation(
+            self._stub.Generate(request, timeout=limit_s, metadata=self._metadata), reader
+        )
 
     def complete(
         self,

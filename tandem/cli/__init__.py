@@ -1,1 +1,4 @@
-"""The command line."""
+"""The `tandem` command: one module per sub-command.
+
+Modules import what they need inside the command, so that `--help` never loads torch.
+"""
