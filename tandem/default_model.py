@@ -66,7 +66,9 @@ def recall_questions(
     words = json.loads((default_model_dir() / "words.json").read_text(encoding="utf-8"))
     rng = random.Random(seed)
     names = rng.sample(words["names"], num_facts)
-    facts = {name: rng.sample(words["values"], NUM_ANSWER_WORDS) for name in names}
+    # Each word stands in one fact only, as in the model's training.
+    values = iter(rng.sample(words["values"], num_facts * NUM_ANSWER_WORDS))
+    facts = {name: [next(values) for _ in range(NUM_ANSWER_WORDS)] for name in names}
     context = rng.choices(words["filler"], k=num_filler)
     # From the last position to the first, so that earlier positions stay where they are.
     positions = sorted(rng.sample(range(num_filler), num_facts), reverse=True)

@@ -13,6 +13,7 @@ from time import monotonic
 from typing import TypedDict, Unpack, get_type_hints
 
 import grpc
+from google.protobuf.descriptor import FieldDescriptor
 from smg_grpc_proto.generated import vllm_engine_pb2
 
 from serving_core.stop_matcher import StopMatcher
@@ -21,6 +22,14 @@ from tandem.errors import InvalidInputError, ServerError, text_metadata
 
 TIMINGS_KEY = "tandem-timings-json"
 _MAX_TOKEN_ID = 2**32 - 1
+_UINT32 = FieldDescriptor.CPPTYPE_UINT32
+_LIMITS = {
+    _UINT32: f"an integer in [0, {_MAX_TOKEN_ID}]",
+    FieldDescriptor.CPPTYPE_INT32: f"an integer in [{-(2**31)}, {2**31 - 1}]",
+    FieldDescriptor.CPPTYPE_FLOAT: "a number",
+    FieldDescriptor.CPPTYPE_BOOL: "true or false",
+}
+"""What a field of the protocol can hold; all others hold text."""
 
 Prompt = str | Sequence[int]
 """Text, or token ids."""
@@ -138,7 +147,7 @@ def build_request(
     else:
         for token_id in prompt:
             if not 0 <= token_id <= _MAX_TOKEN_ID:
-                raise InvalidInputError.local("prompt token id", token_id, "0 or more, 32 bits")
+                raise InvalidInputError.local("prompt token id", token_id, _LIMITS[_UINT32])
         request.tokenized.input_ids.extend(prompt)
     params = request.sampling_params
     params.temperature = 0.0
@@ -161,8 +170,10 @@ def _set_option(params: vllm_engine_pb2.SamplingParams, name: str, value: object
         else:
             setattr(params, name, value)
     except (TypeError, ValueError) as error:
-        # protobuf names the range or the type, not the field.
-        raise InvalidInputError.local(name, value, f"representable ({error})") from error
+        # protobuf names neither the field nor, for a wrong type, what is right.
+        cpp_type = params.DESCRIPTOR.fields_by_name[name].cpp_type
+        limit = _LIMITS.get(cpp_type, "text")
+        raise InvalidInputError.local(name, value, limit) from error
 
 
 class GenerationReader:
