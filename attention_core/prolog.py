@@ -66,7 +66,8 @@ class NativeProlog:
         q_resid = kernels.rms_norm(q_a, weights.q_a_norm, shape.norm_eps)
         q = functional.linear(q_resid, weights.q_b_proj)
         q = q.view(-1, shape.num_heads, shape.qk_head_dim)  # [T, H, P+R]
-        q_nope, q_rope = q.split((shape.qk_nope_head_dim, shape.qk_rope_head_dim), dim=-1)
+        q_nope = q[..., : shape.qk_nope_head_dim]
+        q_rope = q[..., shape.qk_nope_head_dim :]
         return AbsorbedQuery(
             q_resid=q_resid,
             q_latent=kernels.batch_matmul_transpose(q_nope, weights.w_uk_t),

@@ -29,7 +29,7 @@ from prefill_service.admission import Admission
 from prefill_service.job import PrefillJob
 from prefill_service.jobs import RANK, JobCoordinator, JobLimits
 from prefill_service.kv_push import SessionPusher
-from prefill_service.runner import ComputeResult, Runner, StepStats
+from prefill_service.runner import ComputeResult, Runner, StepStats, TopkObserver
 from prefill_service.servicer import Identity, PrefillServicer
 from prefill_service.sessions import SessionTable
 from prefill_service.ticket_book import TicketBook
@@ -89,7 +89,14 @@ class MetricsObserver:
 class PrefillApp:
     """The running service; `build` makes it."""
 
-    def __init__(self, config: PrefillConfig, model: CausalLM, engine: TransferEngine) -> None:
+    def __init__(
+        self,
+        config: PrefillConfig,
+        model: CausalLM,
+        engine: TransferEngine,
+        topk_observer: TopkObserver | None = None,
+    ) -> None:
+        self._topk_observer = topk_observer
         self._config = config
         self._model = model
         self._engine = engine
@@ -206,6 +213,7 @@ class PrefillApp:
             on_result=on_result,
             on_step=self._observer.step_done,
             on_fatal=on_fatal,
+            topk_observer=self._topk_observer,
         )
 
     def _make_jobs(self) -> JobCoordinator:
@@ -296,6 +304,7 @@ def build(
     *,
     engine_factory: EngineFactory | None = None,
     model: CausalLM | None = None,
+    topk_observer: TopkObserver | None = None,
 ) -> PrefillApp:
     """Load the model and make the service; nothing runs before `start`.
 
@@ -303,6 +312,7 @@ def build(
         config: The configuration.
         engine_factory: Makes the transfer engine; None takes the configured one.
         model: A loaded model; None loads the configured one.
+        topk_observer: Is given the chosen keys of each step, for tests that compare them.
 
     Raises:
         CheckpointError: The model cannot be loaded.
@@ -316,4 +326,4 @@ def build(
         engine = make_engine(config)
     else:
         engine = engine_factory(config, kv_layout(model, config.block_size, model.fingerprint))
-    return PrefillApp(config, model, engine)
+    return PrefillApp(config, model, engine, topk_observer)

@@ -19,7 +19,7 @@ import torch
 
 from attention_core.backends.base import Event
 from attention_core.paged_kv import PagedKvCache
-from attention_core.plan import QuerySpan, build_plan
+from attention_core.plan import AttentionPlan, QuerySpan, build_plan
 from attention_core.strategy import AttentionStrategy, KvWritten
 from kv_transfer.spans import RowRange
 from prefill_service.layer_probe import LayerProbe
@@ -28,6 +28,10 @@ from serving_core.model.transformer import CausalLM
 from serving_core.sampler import SampleRequest, sample
 
 logger = logging.getLogger(__name__)
+
+
+TopkObserver = Callable[[int, torch.Tensor, torch.Tensor], None]
+"""(layer, chosen keys int32 [T, K], positions int64 [T]) of a step, on the compute thread."""
 
 
 class ChunkPusher(Protocol):
@@ -128,6 +132,7 @@ class Runner:
         on_result: Callable[[ComputeResult], None],
         on_step: Callable[[StepStats], None],
         on_fatal: Callable[[BaseException], None],
+        topk_observer: TopkObserver | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Take the collaborators; nothing runs before `start`.
@@ -141,6 +146,7 @@ class Runner:
             on_result: Called on the compute thread, once per job.
             on_step: Called on the compute thread after each step.
             on_fatal: Called on the compute thread when it ends on an error of its own.
+            topk_observer: Is given the chosen keys of each layer, for tests that compare them.
             clock: Monotonic seconds.
         """
         self._model = model
@@ -150,6 +156,7 @@ class Runner:
         self._on_result = on_result
         self._on_step = on_step
         self._on_fatal = on_fatal
+        self._topk_observer = topk_observer
         self._clock = clock
         self._running: dict[JobId, _Running] = {}
         # Each job is added once and removed at most once, then comes the stop: never full.
@@ -262,9 +269,16 @@ class Runner:
             self._cache,
             self._probe,
             on_kv_written=lambda written: self._push(chunks, written),
+            on_topk=self._topk_callback(plan),
         )
         self._probe.leave_layers()
         return self._sample(chunks, running, hidden)
+
+    def _topk_callback(self, plan: AttentionPlan) -> Callable[[int, torch.Tensor], None] | None:
+        observer = self._topk_observer
+        if observer is None:
+            return None
+        return lambda layer, topk: observer(layer, topk, plan.positions)
 
     def _sample(
         self, chunks: Sequence[Chunk], running: Sequence[_Running], hidden: torch.Tensor

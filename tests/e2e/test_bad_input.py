@@ -121,15 +121,20 @@ def test_rpcs_that_are_not_served_answer_unimplemented(pair: Pair, rpc: str) -> 
 
     requests: dict[str, Any] = {
         "Embed": vllm_engine_pb2.EmbedRequest(),
-        "FlushCache": vllm_engine_pb2.FlushCacheRequest(),
-        "StartProfile": vllm_engine_pb2.StartProfileRequest(),
-        "StopProfile": vllm_engine_pb2.StopProfileRequest(),
+        "FlushCache": common_pb2.FlushCacheRequest(),
+        "StartProfile": common_pb2.StartProfileRequest(),
+        "StopProfile": common_pb2.StopProfileRequest(),
         "SubscribeKvEvents": common_pb2.SubscribeKvEventsRequest(),
     }
-    with grpc.insecure_channel(pair.decode.address) as channel:
-        stub = vllm_engine_pb2_grpc.VllmEngineStub(channel)
-        with pytest.raises(grpc.RpcError) as caught:
-            reply = getattr(stub, rpc)(requests[rpc], timeout=10)
-            if rpc == "SubscribeKvEvents":
-                list(reply)
+
+    def call(stub: Any) -> None:
+        reply = getattr(stub, rpc)(requests[rpc], timeout=10)
+        if rpc == "SubscribeKvEvents":
+            list(reply)
+
+    with (
+        grpc.insecure_channel(pair.decode.address) as channel,
+        pytest.raises(grpc.RpcError) as caught,
+    ):
+        call(vllm_engine_pb2_grpc.VllmEngineStub(channel))
     assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED

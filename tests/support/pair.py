@@ -32,6 +32,8 @@ class PairSettings:
     engine: str = "shm"
     prefill_module: str = "prefill_service"
     decode_module: str = "decode_service"
+    prefill_first_args: Sequence[str] = ()
+    decode_first_args: Sequence[str] = ()
     prefill_args: Sequence[str] = ()
     decode_args: Sequence[str] = ()
     prefill_env: dict[str, str] = field(default_factory=dict)
@@ -72,6 +74,7 @@ class Pair:
 
     def restart_prefill(self) -> None:
         """Starts prefill again on the port it had."""
+        self.prefill.kill()
         port = self.prefill.port
         self.prefill.args = [
             f"--port={port}" if arg.startswith("--port=") else arg for arg in self.prefill.args
@@ -108,6 +111,7 @@ def running_pair(settings: PairSettings, log_dir: Path) -> Iterator[Pair]:
         prefill = ServiceProcess(
             module=settings.prefill_module,
             args=[
+                *settings.prefill_first_args,
                 *shared,
                 f"--max-num-batched-tokens={settings.chunk_tokens}",
                 *settings.prefill_args,
@@ -118,7 +122,12 @@ def running_pair(settings: PairSettings, log_dir: Path) -> Iterator[Pair]:
         with running([prefill]):
             decode = ServiceProcess(
                 module=settings.decode_module,
-                args=[*shared, f"--prefill-address={prefill.address}", *settings.decode_args],
+                args=[
+                    *settings.decode_first_args,
+                    *shared,
+                    f"--prefill-address={prefill.address}",
+                    *settings.decode_args,
+                ],
                 log_path=log_dir / "decode.log",
                 env=settings.decode_env,
             )

@@ -40,7 +40,7 @@ class CpuKernels:
         if topk < 1:
             raise AttentionConfigError("topk", topk, "at least 1")
         return lightning_indexer.lightning_indexer(
-            q, weights, key_cache, plan, topk, self._tile_elements
+            q, weights, key_cache, plan, topk=topk, budget=self._tile_elements
         )
 
     def sparse_attention(
@@ -77,7 +77,8 @@ class CpuKernels:
         latent_cache: Tensor,
     ) -> None:
         """Norm the latent, rotate the rest, write both to the cache."""
-        latent, rope = kv.split((latent_cache.shape[-1], rope_cache.shape[-1]), dim=-1)
+        num_latent = latent_cache.shape[-1]
+        latent, rope = kv[:, :num_latent], kv[:, num_latent:]
         rotated = pointwise.rope_interleaved_to_half(rope, plan.cos, plan.sin)
         normed = pointwise.rms_norm(latent, gamma, eps)
         pointwise.scatter_rows(rope_cache, plan.slot_mapping, rotated)

@@ -12,7 +12,13 @@ from attention_core.plan import AttentionPlan
 
 
 def lightning_indexer(
-    q: Tensor, weights: Tensor, key_cache: Tensor, plan: AttentionPlan, topk: int, budget: int
+    q: Tensor,
+    weights: Tensor,
+    key_cache: Tensor,
+    plan: AttentionPlan,
+    *,
+    topk: int,
+    budget: int,
 ) -> Tensor:
     """See Kernels.lightning_indexer; budget bounds a tile's elements (see tiles.py)."""
     indices = torch.full((q.shape[0], topk), -1, dtype=torch.int32)
