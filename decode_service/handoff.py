@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from decode_service.block_queue import BlockQueue
 from decode_service.handoff_stream import HandoffStream
+from decode_service.prefill_errors import PrefillTimeoutError
 from decode_service.prefill_pool import ChosenPeer
 from decode_service.ticket_revoker import Revocation, TicketRevoker
 from kv_transfer.errors import KvTransferError, QuarantineFullError
@@ -26,6 +27,7 @@ from serving_core.errors import (
     ComputeError,
     InvalidRequestError,
     KvCorruptError,
+    OverloadedError,
     PrefillUnavailableError,
     TandemError,
 )
@@ -196,6 +198,12 @@ class Handoff:
                 found = "the end" if message is None else message.WhichOneof("message")
                 raise PrefillUnavailableError(f"prefill sent {found} before the grant")
             return taking.result()
+        except PrefillTimeoutError as error:
+            self._leave_line(taking)
+            raise OverloadedError(
+                f"{self._request.num_blocks} blocks did not become free in time: {error}",
+                retry_after_s=error.retry_after_s,
+            ) from error
         except BaseException:
             self._leave_line(taking)
             raise

@@ -19,6 +19,10 @@ from tandem.v1 import errors_pb2
 _DEFAULT_RETRY_AFTER_S = 0.5
 
 
+class PrefillTimeoutError(PrefillUnavailableError):
+    """Prefill waited too long for the grant, or for the end of the request."""
+
+
 def error_from_rpc(error: AioRpcError) -> TandemError:
     """Translate the status with which a prefill service ended a call.
 
@@ -63,6 +67,8 @@ def error_from_failure(failure: errors_pb2.Failure) -> TandemError:
         errors_pb2.FAILURE_REASON_COMPUTE_FAILED,
     ):
         return ComputeError(text)
+    if failure.reason == errors_pb2.FAILURE_REASON_DEADLINE_EXCEEDED:
+        return PrefillTimeoutError(text, retry_after_s=_DEFAULT_RETRY_AFTER_S)
     return PrefillUnavailableError(text, retry_after_s=_DEFAULT_RETRY_AFTER_S)
 
 

@@ -4,6 +4,7 @@ What it does not have answers UNIMPLEMENTED. Errors are raised here and become s
 interceptor; a request is checked completely before anything is reserved for it.
 """
 
+import asyncio
 import hashlib
 from collections.abc import Callable
 from typing import Any, TypeAlias
@@ -141,7 +142,7 @@ class DecodeServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         self, request: common_pb2.GetTokenizerRequest, context: _Context
     ) -> None:
         """Send the tokenizer's files as one zip in pieces; the last piece carries its SHA-256."""
-        archive = self._tokenizer.files_zip()
+        archive = await asyncio.to_thread(self._tokenizer.files_zip)
         digest = hashlib.sha256(archive).hexdigest()
         for start in range(0, len(archive), _TOKENIZER_CHUNK_BYTES):
             end = start + _TOKENIZER_CHUNK_BYTES
