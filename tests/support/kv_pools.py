@@ -88,7 +88,7 @@ class PoolView:
         )
         return self._memory[start : start + row_bytes]
 
-    def keys(self) -> list[tuple[int, str]]:
+    def places(self) -> list[tuple[int, str]]:
         """Every (layer, component) in push order."""
         return list(self._entries)
 
