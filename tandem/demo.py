@@ -33,7 +33,7 @@ NUM_FACTS = 8
 QUESTIONS_PER_CONTEXT = 4
 MIN_RECALL = 0.75
 """The model recalls over 0.9 at these lengths; with wrong KV it recalls nothing."""
-_SEED = 20
+_SEED = 1
 _BLOCK_SIZE = 64
 _CHUNK_TOKENS = 512
 
@@ -128,9 +128,9 @@ def _ask_single_process(questions: Sequence[RecallQuestion]) -> list[tuple[int, 
 
 
 def _table(answers: Sequence[Answer]) -> Table:
-    table = Table(title="The pair, and one process", title_justify="left")
-    for heading in ("words", "answer", "expected", "recalled", "= single process"):
-        table.add_column(heading)
+    table = Table(title="The pair against a single process", title_justify="left")
+    for heading in ("words", "answer", "expected", "recalled", "= single"):
+        table.add_column(heading, no_wrap=True)
     for heading in ("TTFT ms", "TPOT ms", "KB pushed", "exposed ms"):
         table.add_column(heading, justify="right")
     for answer in answers:

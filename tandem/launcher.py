@@ -31,8 +31,6 @@ from tandem.child_process import (
 from tandem.health import wait_until_serving
 
 KV_SIGNAL = "tandem.kv"
-_KILL_AFTER_S = 5.0
-"""How long a child may take to end after its own grace ran out."""
 
 
 class LauncherError(Exception):
@@ -58,6 +56,7 @@ class LaunchSettings:
         prefill_arguments: Flags for prefill services only.
         decode_arguments: Flags for decode services only.
         drain_grace_s: How long running requests may go on after a stop.
+        kill_after_s: How long a service may take to end after that grace, before it is killed.
         ready_timeout_s: Longest wait until everything serves.
         log_dir: Directory for one log file per service; None keeps only their last lines.
         prefill_module: Module of the prefill service.
@@ -74,6 +73,7 @@ class LaunchSettings:
     prefill_arguments: tuple[str, ...] = ()
     decode_arguments: tuple[str, ...] = ()
     drain_grace_s: float = 5.0
+    kill_after_s: float = 5.0
     ready_timeout_s: float = 120.0
     log_dir: Path | None = None
     prefill_module: str = "prefill_service"
@@ -173,7 +173,7 @@ class Launcher:
         try:
             for child in children:
                 child.terminate()
-            deadline = monotonic() + self._settings.drain_grace_s + _KILL_AFTER_S
+            deadline = monotonic() + self._settings.drain_grace_s + self._settings.kill_after_s
             for child in children:
                 child.wait(max(0.0, deadline - monotonic()))
         finally:
