@@ -111,11 +111,15 @@ def _ask(client: Client, question: RecallQuestion, console: Console) -> Completi
 def _ask_single_process(questions: Sequence[RecallQuestion]) -> list[tuple[int, ...]]:
     """Answers of one process that runs the same model without services or transfer."""
     # torch loads here, after the streamed answers: it takes over a second.
+    import torch
+
     from serving_core.model.loading import load_model
     from serving_core.request import SamplingParams
     from serving_core.tokenizer import Tokenizer
     from tandem.single_process import SingleProcessEngine
 
+    # The model is so small that a second thread costs more than it gives.
+    torch.set_num_threads(1)
     num_blocks = -(-(max(CONTEXT_WORDS) + NUM_ANSWER_WORDS) // _BLOCK_SIZE)
     engine = SingleProcessEngine(
         load_model(default_model_dir()), num_blocks, _BLOCK_SIZE, _CHUNK_TOKENS
