@@ -37,6 +37,7 @@ from decode_service.served_model import (
 from decode_service.service_info import ServiceInfo
 from decode_service.servicer import DecodeServicer
 from decode_service.ticket_revoker import TicketRevoker
+from serving_core.block_pool import BlockPool
 from serving_core.config import DecodeConfig
 from serving_core.errors import ComputeError
 from serving_core.model.transformer import CausalLM
@@ -45,6 +46,7 @@ from serving_core.rpc.client import open_channel
 from serving_core.rpc.interceptors import ErrorInterceptor
 from serving_core.rpc.server import KV, READY, BoundServer, ServiceHealth, build_server
 from serving_core.telemetry import DecodeMetrics, MetricsServer
+from serving_core.tokenizer import Tokenizer
 from tandem.v1 import prefill_service_pb2 as pb
 
 logger = logging.getLogger(__name__)
@@ -143,9 +145,20 @@ class App:
         return self._bound.address
 
     @property
-    def pool(self) -> Any:
+    def pool(self) -> BlockPool:
         """The block pool, to be looked at."""
         return self._memory.pool
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's."""
+        return self._parts.served.tokenizer
+
+    @property
+    def num_pushed_row_bytes(self) -> int:
+        """Bytes of one token's rows, summed over layers and components."""
+        layers = self._memory.layout.layers
+        return sum(part.row_bytes for layer in layers for part in layer.components)
 
     async def start(self) -> None:
         """Serve.
@@ -236,6 +249,7 @@ class App:
             lease_s=config.lease_s,
             renew_interval_s=config.renew_interval_s,
             write_timeout_s=_WRITE_TIMEOUT_S,
+            silence_timeout_s=config.prefill_silence_s,
         )
         return RequestCoordinator(
             kv_source=KvReceiver(tools=tools, peers=self._peers, budget=RetryBudget()),

@@ -14,7 +14,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 
 from decode_service.block_queue import BlockQueue
-from decode_service.handoff_stream import HandoffStream
+from decode_service.handoff_stream import DEFAULT_SILENCE_S, HandoffStream
 from decode_service.prefill_errors import PrefillTimeoutError
 from decode_service.prefill_pool import ChosenPeer
 from decode_service.ticket_revoker import Revocation, TicketRevoker
@@ -106,6 +106,7 @@ class HandoffTools:
         lease_s: How long a ticket lives without a Renew.
         renew_interval_s: Time between two Renews.
         write_timeout_s: Longest time until prefill takes one message.
+        silence_timeout_s: Longest time without any message of prefill.
         clock: Monotonic seconds.
     """
 
@@ -120,6 +121,7 @@ class HandoffTools:
     lease_s: float
     renew_interval_s: float
     write_timeout_s: float
+    silence_timeout_s: float = DEFAULT_SILENCE_S
     clock: Callable[[], float] = time.monotonic
 
 
@@ -154,7 +156,11 @@ class Handoff:
         """
         time_left_s = self._request.deadline_s - self._tools.clock() + _DEADLINE_SLACK_S
         call = self._chosen.peer.stub.Prefill(timeout=time_left_s + _DEADLINE_SLACK_S)
-        stream = HandoffStream(call, write_timeout_s=self._tools.write_timeout_s)
+        stream = HandoffStream(
+            call,
+            write_timeout_s=self._tools.write_timeout_s,
+            silence_timeout_s=self._tools.silence_timeout_s,
+        )
         try:
             await self._start(stream, time_left_s)
             block_ids = await self._take_blocks(stream)

@@ -10,9 +10,13 @@ from enum import Enum
 
 import grpc
 
-from decode_service.prefill_errors import error_from_failure, error_from_rpc
+from decode_service.prefill_errors import PrefillSilentError, error_from_failure, error_from_rpc
 from serving_core.errors import PrefillUnavailableError, TandemError
 from tandem.v1 import prefill_service_pb2 as pb
+
+
+# Prefill sends a heartbeat twice a second.
+DEFAULT_SILENCE_S = 3.0
 
 
 class StreamEnd(Enum):
@@ -31,14 +35,17 @@ class HandoffStream:
         call: "grpc.aio.StreamStreamCall[pb.PrefillRequest, pb.PrefillResponse]",
         *,
         write_timeout_s: float,
+        silence_timeout_s: float = DEFAULT_SILENCE_S,
     ) -> None:
         """Take an opened call.
 
         Args:
             call: The call; this object ends it.
             write_timeout_s: Longest time until the peer takes one message.
+            silence_timeout_s: Longest time without any message, heartbeats included.
         """
         self._call = call
+        self._silence_timeout_s = silence_timeout_s
         self._write_timeout_s = write_timeout_s
         self._write_lock = asyncio.Lock()
         self._reading: asyncio.Task[pb.PrefillResponse | None] | None = None
@@ -121,12 +128,25 @@ class HandoffStream:
             self._reading.cancel()
 
     async def _read(self) -> pb.PrefillResponse | None:
+        """Read the next message that is no heartbeat."""
         try:
-            message = await self._call.read()  # raises when the call ended with another status
+            while True:
+                # A stopped process keeps its connection, so only its silence tells. Giving up on
+                # a read ends the call, which is what a silent peer deserves.
+                async with asyncio.timeout(self._silence_timeout_s):
+                    message = await self._call.read()  # raises when the call ended badly
+                if not isinstance(message, pb.PrefillResponse):
+                    return None
+                if not message.HasField("heartbeat"):
+                    return message
+        except TimeoutError as error:
+            self._end = StreamEnd.BROKEN
+            raise PrefillSilentError(
+                f"prefill has sent nothing for {self._silence_timeout_s:g} s"
+            ) from error
         except grpc.aio.AioRpcError as error:
             self._end = StreamEnd.BROKEN
             raise error_from_rpc(error) from error
-        return message if isinstance(message, pb.PrefillResponse) else None
 
 
 def _retrieve(reading: "asyncio.Task[pb.PrefillResponse | None]") -> None:

@@ -6,9 +6,10 @@ did not know the handshake, or delivered bytes that failed their check. Event lo
 """
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from decode_service.handoff import Handoff, HandoffRequest, HandoffTools, LandedKv
+from decode_service.prefill_errors import PrefillSilentError
 from decode_service.prefill_pool import PrefillPool
 from serving_core.errors import (
     KvCorruptError,
@@ -23,23 +24,27 @@ class RetryBudget:
     """Retries as a share of the traffic, so that retries cannot feed an overload.
 
     Attributes:
-        share: Retries earned per request.
+        requests_per_retry: Requests that earn one retry.
         burst: Most retries that can be saved up; also what there is at the start.
     """
 
-    share: float = 0.1
-    burst: float = 10.0
-    _saved: float = 10.0
+    requests_per_retry: int = 10
+    burst: int = 10
+    _saved_requests: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Start with a full purse."""
+        self._saved_requests = self.burst * self.requests_per_retry
 
     def earn(self) -> None:
         """Count a request."""
-        self._saved = min(self.burst, self._saved + self.share)
+        self._saved_requests = min(self.burst * self.requests_per_retry, self._saved_requests + 1)
 
     def spend(self) -> bool:
         """Take one retry, if there is one."""
-        if self._saved < 1.0:
+        if self._saved_requests < self.requests_per_retry:
             return False
-        self._saved -= 1.0
+        self._saved_requests -= self.requests_per_retry
         return True
 
 
@@ -94,6 +99,9 @@ class KvReceiver:
             raise _RepeatableError(error) from error
         except PrefillUnavailableError as error:
             if handoff.was_admitted:
+                if isinstance(error, PrefillSilentError):
+                    # Others must not wait for a stopped process, each for as long as this one.
+                    chosen.peer.invalidate(chosen.session, str(error))
                 raise
             chosen.peer.invalidate(chosen.session, str(error))
             raise _RepeatableError(error) from error

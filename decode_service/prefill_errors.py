@@ -23,6 +23,10 @@ class PrefillTimeoutError(PrefillUnavailableError):
     """Prefill waited too long for the grant, or for the end of the request."""
 
 
+class PrefillSilentError(PrefillUnavailableError):
+    """Prefill keeps the connection but says nothing, not even a heartbeat: it is stopped."""
+
+
 def error_from_rpc(error: AioRpcError) -> TandemError:
     """Translate the status with which a prefill service ended a call.
 

@@ -8,7 +8,6 @@ A task of its own keeps each peer in READY as long as it can. Owned by the event
 """
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -174,8 +173,8 @@ class PrefillPeer:
         finally:
             for task in (watching, losing):
                 task.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await task
+            # Not awaited one by one: their CancelledError could not be told from our own.
+            await asyncio.wait((watching, losing))
         if self._session is not None:
             self.invalidate(self._session, "the connection was lost")
 

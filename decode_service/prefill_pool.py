@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from decode_service.prefill_peer import PeerState, PrefillPeer, PrefillSession
 from serving_core.errors import PrefillUnavailableError
 
+_STOP_TIMEOUT_S = 5.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChosenPeer:
@@ -77,8 +79,8 @@ class PrefillPool:
         """End the tasks of the peers."""
         for task in self._tasks:
             task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=_STOP_TIMEOUT_S)
         self._tasks.clear()
 
     def peer_changed(self) -> None:

@@ -282,7 +282,7 @@ async def test_drain_beyond_its_grace_ends_the_rest(bench: Bench) -> None:
 
 
 async def test_counts_tell_running_and_waiting(bench: Bench) -> None:
-    await bench.submit_decoding()
+    _, sequence = await bench.submit_decoding()
     bench.kv.may_land.clear()
     waiting = bench.submit()
     coordinator = bench.coordinator
@@ -291,3 +291,5 @@ async def test_counts_tell_running_and_waiting(bench: Bench) -> None:
     coordinator.cancel(waiting)
     await until(lambda: coordinator.num_open == 1)
     assert coordinator.num_waiting_tokens == 0
+    coordinator.on_results([StepFailed(sequence_id=sequence.sequence_id, message="end")])
+    assert coordinator.num_running == 0
