@@ -14,7 +14,6 @@ from decode_service.prefill_errors import PrefillSilentError, error_from_failure
 from serving_core.errors import PrefillUnavailableError, TandemError
 from tandem.v1 import prefill_service_pb2 as pb
 
-
 # Prefill sends a heartbeat twice a second.
 DEFAULT_SILENCE_S = 3.0
 

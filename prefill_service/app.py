@@ -54,8 +54,7 @@ _OUTBOX_CAPACITY = 65536
 _START_TIMEOUT_S = 10.0
 _WRITE_TIMEOUT_S = 10.0
 _RETRY_AFTER_S = 0.5
-# No message of a ticket is under way longer than the longest lease.
-_KEEP_TICKETS_S = 60.0
+_MIN_KEEP_TICKETS_S = 60.0
 _MAX_GRAVES = 65536
 _REAP_INTERVAL_S = 0.2
 _STOP_TIMEOUT_S = 5.0
@@ -114,6 +113,7 @@ class PrefillApp:
         self._tasks: list[asyncio.Task[None]] = []
         self._ended = asyncio.Event()
         self._fault: BaseException | None = None
+        self._is_stopping = False
 
     @property
     def address(self) -> str:
@@ -157,7 +157,9 @@ class PrefillApp:
             else None
         )
         self._runner.start()
-        self._tasks.append(asyncio.create_task(self._watch()))
+        watch = asyncio.create_task(self._watch())
+        watch.add_done_callback(self._on_watch_ended)
+        self._tasks.append(watch)
         await self._health.start()
         await self._server.start()
         await self._health.set(READY, True)
@@ -166,17 +168,20 @@ class PrefillApp:
         """Return when `stop` was called or the service cannot go on.
 
         Raises:
-            ComputeError: The compute thread ended on an error.
+            ComputeError: The compute thread, or the watch over peers and blocks, has failed.
         """
         await self._ended.wait()
         if self._fault is not None:
-            raise ComputeError("the compute thread has ended") from self._fault
+            raise ComputeError("the service cannot go on") from self._fault
 
     async def stop(self) -> None:
         """Refuse new requests, let running ones end within the grace time, and stop."""
         self._ended.set()
+        self._is_stopping = True
         await self._health.stop()
-        if not await self._jobs.drain(self._config.drain_grace_s):
+        # Without its compute thread the service cannot finish anything.
+        grace_s = self._config.drain_grace_s if self._fault is None else 0.0
+        if not await self._jobs.drain(grace_s):
             logger.error("some jobs did not end in time")
         await self._server.stop(grace=1.0)
         for task in self._tasks:
@@ -229,7 +234,9 @@ class PrefillApp:
                 retry_after_s=_RETRY_AFTER_S,
             ),
             compute=self._runner,
-            tickets=TicketBook(keep_s=_KEEP_TICKETS_S, max_graves=_MAX_GRAVES, clock=monotonic),
+            tickets=TicketBook(
+                keep_s=self._keep_tickets_s(), max_graves=_MAX_GRAVES, clock=monotonic
+            ),
             limits=JobLimits(
                 grant_timeout_s=config.grant_timeout_s,
                 drain_timeout_s=config.drain_timeout_s,
@@ -265,7 +272,7 @@ class PrefillApp:
                 max_jobs=config.max_num_seqs,
                 max_queued_chunks=config.num_kv_blocks * config.block_size,
                 event_timeout_s=config.event_timeout_s,
-                buried_s=_KEEP_TICKETS_S,
+                buried_s=self._keep_tickets_s(),
                 max_buried=_MAX_GRAVES,
             ),
         )
@@ -277,16 +284,25 @@ class PrefillApp:
             close_timeout_s=_STOP_TIMEOUT_S,
         )
 
+    def _keep_tickets_s(self) -> float:
+        """How long an ended ticket is refused: longer than any stream waits for its Grant."""
+        return max(_MIN_KEEP_TICKETS_S, 2 * self._config.grant_timeout_s)
+
     def _set_fault(self, error: BaseException) -> None:
         self._fault = error
         self._ended.set()
+
+    def _on_watch_ended(self, watch: asyncio.Task[None]) -> None:
+        """A service that no longer sees its peers die, or lost a block, must not go on."""
+        if not watch.cancelled() and (error := watch.exception()) is not None:
+            self._set_fault(error)
 
     async def _watch(self) -> None:
         """Reap dead decode services, and keep signals and gauges true."""
         total = self._pool.num_total
         while True:
             self._sessions.reap_dead()
-            await self._health.set(KV, len(self._sessions) > 0)
+            await self._health.set(KV, len(self._sessions) > 0 and not self._is_stopping)
             self._metrics.num_requests_waiting.set(self._jobs.num_queued)
             self._metrics.num_requests_running.set(self._jobs.num_active)
             used = total - self._pool.num_free - self._pool.num_evictable

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from kv_transfer.errors import KvTransferError
+from kv_transfer.errors import KvTransferError, PushQueueFullError
 from kv_transfer.session import JobState
 from kv_transfer.ticket import Receipt, Ticket
 from prefill_service.admission import Admission, Waiting
@@ -132,6 +132,15 @@ class JobCoordinator:
         """Bytes written to decode services since start."""
         return self._num_pushed_bytes
 
+    def check_accepting(self) -> None:
+        """Refuse what would begin something new while the service shuts down.
+
+        Raises:
+            DrainingError: As said.
+        """
+        if self._is_draining:
+            raise DrainingError("this prefill service is shutting down")
+
     # Messages of the stream.
 
     def admit(self, request: JobRequest, session: DecodeSession) -> PrefillJob:
@@ -141,8 +150,7 @@ class JobCoordinator:
             DrainingError: The service shuts down.
             OverloadedError: The queue is full.
         """
-        if self._is_draining:
-            raise DrainingError("this prefill service is shutting down")
+        self.check_accepting()
         job = PrefillJob(
             job_id=JobId(next(self._next_job_id)),
             request=request,
@@ -198,7 +206,12 @@ class JobCoordinator:
                 on_failure=partial(self._on_push_failed, job),
             )
         except KvTransferError as error:
-            self.fail(job, errors_pb2.FAILURE_REASON_OVERLOADED, str(error), rank=RANK)
+            reason = (
+                errors_pb2.FAILURE_REASON_OVERLOADED
+                if isinstance(error, PushQueueFullError)
+                else errors_pb2.FAILURE_REASON_TICKET_REJECTED
+            )
+            self.fail(job, reason, str(error), rank=RANK)
             return
         job.machine.to(JobState.COMPUTING)
         job.in_compute = True
@@ -284,7 +297,8 @@ class JobCoordinator:
             self._on_sampled(job, result)
         else:
             assert not isinstance(result, Removed)  # only ending jobs are removed
-            message = f"model step failed: {result.message}"
+            where = "outside the layers" if result.layer is None else f"at layer {result.layer}"
+            message = f"model step failed {where} on rank {RANK}: {result.message}"
             self.fail(
                 job,
                 errors_pb2.FAILURE_REASON_COMPUTE_FAILED,

@@ -27,6 +27,8 @@ from tandem.v1 import prefill_service_pb2 as pb
 from tandem.v1 import prefill_service_pb2_grpc as pb_grpc
 
 PROTOCOL_VERSION = 1
+# Decode takes a silence of several intervals for a stopped process.
+HEARTBEAT_INTERVAL_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +84,7 @@ class PrefillServicer(pb_grpc.PrefillServiceServicer):
         context: grpc.aio.ServicerContext[pb.HandshakeRequest, pb.HandshakeResponse],
     ) -> pb.HandshakeResponse:
         """Agree on the KV layout and open a session."""
+        self._jobs.check_accepting()
         peer = parse_handshake(
             request,
             protocol_version=PROTOCOL_VERSION,
@@ -107,7 +110,7 @@ class PrefillServicer(pb_grpc.PrefillServiceServicer):
         job = self._jobs.admit(parse_start(start, limits=self._identity.limits), session)
         reader = asyncio.create_task(self._read(request_iterator, job))
         try:
-            while (message := await job.outbox.next_message()) is not None:
+            while (message := await self._next_message(job)) is not None:
                 async with asyncio.timeout(self._write_timeout_s):
                     await context.write(message)
         except TimeoutError as error:
@@ -117,6 +120,14 @@ class PrefillServicer(pb_grpc.PrefillServiceServicer):
             reader.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await reader
+
+    async def _next_message(self, job: PrefillJob) -> pb.PrefillResponse | None:
+        """Wait for the job's next message; a heartbeat when there is none for a while."""
+        try:
+            async with asyncio.timeout(HEARTBEAT_INTERVAL_S):
+                return await job.outbox.next_message()
+        except TimeoutError:
+            return pb.PrefillResponse(heartbeat=pb.Heartbeat())
 
     async def Revoke(
         self,

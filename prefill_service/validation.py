@@ -54,9 +54,7 @@ def parse_start(start: pb.Start, *, limits: PromptLimits) -> JobRequest:
         raise InvalidRequestError(
             "num_output_tokens", start.num_output_tokens, f"below {num_tokens}"
         )
-    timeout_s = start.timeout.ToNanoseconds() / 1e9
-    if timeout_s <= 0:
-        raise InvalidRequestError("timeout", f"{timeout_s} s", "above 0 s")
+    timeout_s = wire.seconds("timeout", start.timeout)
     return JobRequest(
         handoff_id=start.handoff_id,
         prompt_token_ids=tuple(start.prompt_token_ids),
@@ -69,6 +67,11 @@ def parse_start(start: pb.Start, *, limits: PromptLimits) -> JobRequest:
 
 def _parse_sampling(start: pb.Start, *, num_tokens: int, vocab_size: int) -> SampleRequest:
     sampling = wire.sampling_from_proto(start.sampling, vocab_size=vocab_size)
+    num_banned = len(set(sampling.banned_token_ids))
+    if num_banned >= vocab_size:
+        raise InvalidRequestError(
+            "sampling.banned_token_ids", f"{num_banned} ids", f"below {vocab_size} ids"
+        )
     return SampleRequest(
         params=sampling.params,
         seed=sampling.seed,

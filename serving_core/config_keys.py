@@ -160,6 +160,14 @@ class DecodeConfig(ServiceConfig):
         2.0, "Longest wait of a request for a usable prefill service.", unit="seconds",
         minimum=0, maximum=600,
     )  # fmt: skip
+    prefill_silence_s: float = key(
+        3.0,
+        "Longest silence of a prefill service during a hand-off before it counts as stopped. It "
+        "sends a heartbeat twice a second.",
+        unit="seconds",
+        minimum=1.0,
+        maximum=600,
+    )
     lease_s: float = key(
         5.0, "How long a ticket lives without a Renew; prefill stops writing at 80 % of it.",
         unit="seconds", minimum=0.5, maximum=600,

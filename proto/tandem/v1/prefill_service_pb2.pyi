@@ -51,20 +51,22 @@ class PrefillRequest(_message.Message):
     def __init__(self, start: _Optional[_Union[Start, _Mapping]] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., renew: _Optional[_Union[Renew, _Mapping]] = ..., revoke: _Optional[_Union[Revoke, _Mapping]] = ...) -> None: ...
 
 class PrefillResponse(_message.Message):
-    __slots__ = ("admitted", "starting_soon", "progress", "first", "drained", "failed")
+    __slots__ = ("admitted", "starting_soon", "progress", "first", "drained", "failed", "heartbeat")
     ADMITTED_FIELD_NUMBER: _ClassVar[int]
     STARTING_SOON_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
     FIRST_FIELD_NUMBER: _ClassVar[int]
     DRAINED_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     admitted: Admitted
     starting_soon: StartingSoon
     progress: Progress
     first: First
     drained: Drained
     failed: Failed
-    def __init__(self, admitted: _Optional[_Union[Admitted, _Mapping]] = ..., starting_soon: _Optional[_Union[StartingSoon, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., first: _Optional[_Union[First, _Mapping]] = ..., drained: _Optional[_Union[Drained, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ...) -> None: ...
+    heartbeat: Heartbeat
+    def __init__(self, admitted: _Optional[_Union[Admitted, _Mapping]] = ..., starting_soon: _Optional[_Union[StartingSoon, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., first: _Optional[_Union[First, _Mapping]] = ..., drained: _Optional[_Union[Drained, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
 
 class Start(_message.Message):
     __slots__ = ("session_id", "handoff_id", "prompt_token_ids", "push_from_token", "num_output_tokens", "sampling", "timeout")
@@ -131,6 +133,10 @@ class First(_message.Message):
     queue_time: _duration_pb2.Duration
     compute_time: _duration_pb2.Duration
     def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., num_cached_tokens: _Optional[int] = ..., queue_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., compute_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class Heartbeat(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class Drained(_message.Message):
     __slots__ = ("ticket_id",)
