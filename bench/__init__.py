@@ -1,0 +1,1 @@
+"""Measurements of running services. They report figures; they judge nothing."""
