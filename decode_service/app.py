@@ -318,6 +318,7 @@ class App:
                 max_model_len=self._parts.served.max_model_len,
             ),
             layout=memory.layout,
+            probe_timeout_s=self._config.prefill_silence_s,
             on_change=on_change,
             on_handshake=metrics.handshake_ended,
         )

@@ -1,6 +1,6 @@
 """One prefill service as seen from here: its channel, its handshake and its health.
 
-    CONNECTING --handshake--> READY --connection lost, session unknown--> CONNECTING
+    CONNECTING --handshake--> READY --connection lost, silent, session unknown--> CONNECTING
          |
          +--layouts differ--> MISMATCHED --tried again at leisure--> CONNECTING
 
@@ -28,6 +28,7 @@ PROTOCOL_VERSION = 1
 _HANDSHAKE_TIMEOUT_S = 5.0
 _FIRST_BACKOFF_S = 0.1
 _LAST_BACKOFF_S = 0.5
+_PROBE_INTERVAL_S = 1.0
 
 
 class PeerState(Enum):
@@ -63,6 +64,7 @@ class PrefillPeer:
         channel: grpc.aio.Channel,
         handshake: pb.HandshakeRequest,
         layout: KvLayout,
+        probe_timeout_s: float,
         on_change: Callable[["PrefillPeer"], None],
         on_handshake: Callable[[str], None],
     ) -> None:
@@ -73,6 +75,7 @@ class PrefillPeer:
             channel: To that address; closed by its owner.
             handshake: What is sent; the same at each attempt.
             layout: Layout of our KV.
+            probe_timeout_s: Longest time without an answer before it counts as stopped.
             on_change: Called after each change of state.
             on_handshake: Told the outcome of each handshake: ok, mismatch or failed.
         """
@@ -82,6 +85,7 @@ class PrefillPeer:
         self._channel = channel
         self._handshake = handshake
         self._layout = layout
+        self._probe_timeout_s = probe_timeout_s
         self._on_change = on_change
         self._on_handshake = on_handshake
         self._state = PeerState.CONNECTING
@@ -117,24 +121,26 @@ class PrefillPeer:
         """Keep the peer ready until cancelled."""
         backoff_s = _FIRST_BACKOFF_S
         while True:
-            if await self._shake_hands():
+            if (session := await self._shake_hands()) is not None:
                 backoff_s = _FIRST_BACKOFF_S
-                await self._watch()
+                await self._watch(session)
             else:
                 await asyncio.sleep(backoff_s)
                 backoff_s = min(2 * backoff_s, _LAST_BACKOFF_S)
 
-    async def _shake_hands(self) -> bool:
+    async def _shake_hands(self) -> PrefillSession | None:
         try:
             reply = await self.stub.Handshake(
                 self._handshake, timeout=_HANDSHAKE_TIMEOUT_S, wait_for_ready=False
             )
             self._check_layout(reply)
         except grpc.aio.AioRpcError as error:
-            return self._refuse(error_from_rpc(error))
+            self._refuse(error_from_rpc(error))
+            return None
         except TandemError as error:
-            return self._refuse(error)
-        self._session = PrefillSession(
+            self._refuse(error)
+            return None
+        session = self._session = PrefillSession(
             session_id=reply.session_id,
             prefill_incarnation=reply.prefill_incarnation,
             max_prompt_tokens=reply.max_prompt_tokens,
@@ -145,7 +151,7 @@ class PrefillPeer:
         logger.info("prefill=%s incarnation=%s ready", self.address, reply.prefill_incarnation)
         self._on_handshake("ok")
         self._become(PeerState.READY)
-        return True
+        return session
 
     def _check_layout(self, reply: pb.HandshakeResponse) -> None:
         """Check the peer's word ourselves: it may be newer or older than we are.
@@ -157,32 +163,48 @@ class PrefillPeer:
         for mismatch in compare(self._layout, wire.layout_from_proto(reply.layout)):
             raise LayoutMismatchError(mismatch.field, mismatch.ours, mismatch.theirs)
 
-    def _refuse(self, error: TandemError) -> bool:
+    def _refuse(self, error: TandemError) -> None:
         self._note_problem(f"{type(error).__name__}: {error}")
         is_mismatch = isinstance(error, LayoutMismatchError)
         self._on_handshake("mismatch" if is_mismatch else "failed")
         self._become(PeerState.MISMATCHED if is_mismatch else PeerState.CONNECTING)
-        return False
 
-    async def _watch(self) -> None:
-        """Return when the session is lost; a session outlives no connection."""
-        watching = asyncio.create_task(self._connection_lost())
-        losing = asyncio.create_task(self._lost.wait())
+    async def _watch(self, session: PrefillSession) -> None:
+        """Return when the session is lost; it outlives no connection and no process."""
+        tasks = (
+            asyncio.create_task(self._connection_lost(session)),
+            asyncio.create_task(self._stops_answering(session)),
+            asyncio.create_task(self._lost.wait()),
+        )
         try:
-            await asyncio.wait((watching, losing), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for task in (watching, losing):
+            for task in tasks:
                 task.cancel()
             # Not awaited one by one: their CancelledError could not be told from our own.
-            await asyncio.wait((watching, losing))
-        if self._session is not None:
-            self.invalidate(self._session, "the connection was lost")
+            await asyncio.wait(tasks)
 
-    async def _connection_lost(self) -> None:
+    async def _connection_lost(self, session: PrefillSession) -> None:
         state = self._channel.get_state()
         while state is grpc.ChannelConnectivity.READY:
             await self._channel.wait_for_state_change(state)
             state = self._channel.get_state()
+        self.invalidate(session, "the connection was lost")
+
+    async def _stops_answering(self, session: PrefillSession) -> None:
+        """Ask now and then: a stopped process keeps its connection, and a new one may take it."""
+        while True:
+            await asyncio.sleep(_PROBE_INTERVAL_S)
+            try:
+                reply = await self.stub.GetPoolStatus(
+                    pb.GetPoolStatusRequest(), timeout=self._probe_timeout_s
+                )
+            except grpc.aio.AioRpcError as error:
+                self.invalidate(session, f"no answer: {error.code().name}")
+                return
+            if reply.prefill_incarnation != session.prefill_incarnation:
+                self.invalidate(session, "another process answers at its address")
+                return
 
     def _note_problem(self, problem: str) -> None:
         """Log a problem once, however often it is met in a row."""

@@ -7,11 +7,14 @@ blocks that its dead or silent writers hold must not eat up the pool.
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from decode_service.prefill_peer import PeerState, PrefillPeer, PrefillSession
 from serving_core.errors import PrefillUnavailableError
+
+logger = logging.getLogger(__name__)
 
 _STOP_TIMEOUT_S = 5.0
 
@@ -74,6 +77,8 @@ class PrefillPool:
         self._peers = list(peers)
         self.peer_changed()
         self._tasks = [asyncio.create_task(peer.run()) for peer in peers]
+        for task in self._tasks:
+            task.add_done_callback(_report)
 
     async def stop(self) -> None:
         """End the tasks of the peers."""
@@ -131,3 +136,9 @@ class PrefillPool:
             f"({self._num_quarantined_blocks(peer.address)} blocks quarantined)"
             for peer in self._peers
         )
+
+
+def _report(task: "asyncio.Task[None]") -> None:
+    """A peer's task ends by being cancelled only; anything else is a mistake of ours."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.error("a prefill peer is not watched any more", exc_info=error)

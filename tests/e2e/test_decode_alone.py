@@ -82,7 +82,7 @@ class Bench:
 
     async def wait_kv(self, is_ready: bool) -> None:
         """Wait for the health signal."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(10):
             while await self.kv_is_ready() is not is_ready:  # noqa: ASYNC110 - remote state
                 await asyncio.sleep(0.01)
 
@@ -139,6 +139,7 @@ def make_config(recall_dir: Path, prefill_address: str) -> DecodeConfig:
         revoke_timeout_s=0.3,
         reap_interval_s=0.02,
         drain_grace_s=5.0,
+        prefill_silence_s=1.0,
     )
 
 
@@ -393,6 +394,14 @@ async def test_abort_ends_the_stream_of_that_id_only(bench: Bench, act: Act) -> 
     await bench.settle()
 
 
+async def test_client_without_a_deadline_gets_the_default_one(bench: Bench) -> None:
+    call = bench.stub.Generate(make_request())
+    replies = [reply async for reply in call]
+    assert replies[-1].complete.finish_reason == "length"
+    timeout_s = bench.prefill.starts[0].timeout.ToNanoseconds() / 1e9
+    assert 595 < timeout_s < 605
+
+
 async def test_deadline_of_the_client_ends_the_hand_off(bench: Bench) -> None:
     bench.prefill.acts.append(Act.STALL_AFTER_HALF)
     call = bench.stub.Generate(make_request(), timeout=0.3)
@@ -426,6 +435,16 @@ async def test_prefill_that_restarts_is_another_incarnation_and_used_at_once(
     assert len((await bench.run(make_request())).token_ids) == 4
     assert (await bench.stub.HealthCheck(pb.HealthCheckRequest())).healthy
     await bench.prefill.stop()
+
+
+async def test_idle_prefill_that_stops_answering_cannot_move_kv_until_it_answers(
+    bench: Bench,
+) -> None:
+    bench.prefill.hangs = True
+    await bench.wait_kv(False)
+    bench.prefill.hangs = False
+    await bench.wait_kv(True)
+    assert len((await bench.run(make_request())).token_ids) == 4
 
 
 async def test_prefill_with_another_layout_is_never_used(model: CausalLM, recall_dir: Path) -> None:

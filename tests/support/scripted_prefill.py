@@ -8,6 +8,7 @@ first token is always `FIRST_TOKEN`. Good for every question about the hand-off 
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import secrets
 from collections import deque
@@ -73,6 +74,7 @@ class ScriptedPrefill(pb_grpc.PrefillServiceServicer):
         self.acts: deque[Act] = deque()
         self.answers_revokes = True
         self.changes_fingerprint = False
+        self.hangs = False
         self.num_handshakes = 0
         self.starts: list[pb.Start] = []
         self.tickets: list[Ticket] = []
@@ -95,6 +97,7 @@ class ScriptedPrefill(pb_grpc.PrefillServiceServicer):
 
     async def Handshake(self, request: pb.HandshakeRequest, context: Any) -> pb.HandshakeResponse:
         """Accept any layout, or complain about the fingerprint."""
+        await self._hang()
         self.num_handshakes += 1
         if self.changes_fingerprint:
             theirs = request.layout.model_fingerprint
@@ -206,6 +209,17 @@ class ScriptedPrefill(pb_grpc.PrefillServiceServicer):
         if not self.answers_revokes:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "planned silence")
         return pb.RevokeResponse(prefill_incarnation=self.incarnation)
+
+    async def GetPoolStatus(
+        self, request: pb.GetPoolStatusRequest, context: Any
+    ) -> pb.GetPoolStatusResponse:
+        """Say who answers, unless the script has it hang."""
+        await self._hang()
+        return pb.GetPoolStatusResponse(prefill_incarnation=self.incarnation)
+
+    async def _hang(self) -> None:
+        while self.hangs:  # noqa: ASYNC110 - the test flips the switch
+            await asyncio.sleep(0.01)
 
     def _write(
         self, session: Session, prompt_token_ids: Sequence[int], ticket: Ticket
