@@ -113,7 +113,7 @@ class PrefillApp:
         self._tasks: list[asyncio.Task[None]] = []
         self._ended = asyncio.Event()
         self._fault: BaseException | None = None
-        self._is_stopping = False
+        self._stopping: asyncio.Task[None] | None = None
 
     @property
     def address(self) -> str:
@@ -175,9 +175,16 @@ class PrefillApp:
             raise ComputeError("the service cannot go on") from self._fault
 
     async def stop(self) -> None:
-        """Refuse new requests, let running ones end within the grace time, and stop."""
+        """Refuse new requests, let running ones end within the grace time, and stop. Idempotent.
+
+        Whoever asks, all of them wait for the same end.
+        """
+        if self._stopping is None:
+            self._stopping = asyncio.create_task(self._stop())
+        await asyncio.shield(self._stopping)
+
+    async def _stop(self) -> None:
         self._ended.set()
-        self._is_stopping = True
         await self._health.stop()
         # Without its compute thread the service cannot finish anything.
         grace_s = self._config.drain_grace_s if self._fault is None else 0.0
@@ -302,7 +309,7 @@ class PrefillApp:
         total = self._pool.num_total
         while True:
             self._sessions.reap_dead()
-            await self._health.set(KV, len(self._sessions) > 0 and not self._is_stopping)
+            await self._health.set(KV, len(self._sessions) > 0 and self._stopping is None)
             self._metrics.num_requests_waiting.set(self._jobs.num_queued)
             self._metrics.num_requests_running.set(self._jobs.num_active)
             used = total - self._pool.num_free - self._pool.num_evictable

@@ -192,7 +192,6 @@ class Runner:
                         self._step(chunks)
         except BaseException as error:  # the thread is the boundary: the owner ends the process
             self._on_fatal(error)
-            raise
 
     def _obey_commands(self) -> bool:
         """Obey all waiting commands, waiting for one when idle. False means stop."""
