@@ -80,8 +80,12 @@ class Admission:
         self._queue.append(waiting)
 
     def withdraw(self, job_id: JobId) -> None:
-        """Take a job out of the queue; harmless when it is not there."""
+        """Take a job out of the queue; harmless when it is not there.
+
+        Those behind it may start at once: they need not wait for more blocks than they want.
+        """
         self._queue = deque(waiting for waiting in self._queue if waiting.job_id != job_id)
+        self.start_ready()
 
     def release(self, job_id: JobId) -> None:
         """Give a job's blocks back and let the next ones start.
