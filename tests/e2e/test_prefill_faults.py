@@ -181,6 +181,10 @@ async def test_stop_finishes_the_running_refuses_the_waiting_and_the_new(
                 await refused
             assert error.value.code() is grpc.StatusCode.UNAVAILABLE
             assert reason_of(error.value) == "DRAINING"
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + 0.3  # longer than the watch takes to look at everything
+        while loop.time() < until_s:
+            assert await health_of(prefill, "tandem.kv") == NOT_SERVING
         gate.open()
         for receipt in (await handoff.rest()).receipts:
             reservation.accept(receipt)

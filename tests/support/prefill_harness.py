@@ -42,6 +42,10 @@ class Gate:
         """Whether a thread has come to the gate."""
         return self._reached.is_set()
 
+    def wait_reached(self) -> None:
+        """Blocks the calling thread, not an event loop, until a thread has come to the gate."""
+        assert self._reached.wait(HOLD_TIMEOUT_S), "nobody came to the gate"
+
     def open(self) -> None:
         """Lets everybody pass, now and later."""
         self._open.set()
