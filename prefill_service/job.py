@@ -31,7 +31,7 @@ class JobRequest:
         push_from: First token row that is pushed; below the number of tokens.
         num_output_tokens: How many of the last tokens were generated earlier.
         sampling: How to choose the token after the prompt.
-        timeout_s: Time left for the request, counted from its arrival.
+        timeout_s: Time left for the request, counted from its arrival; at most a day.
     """
 
     handoff_id: str

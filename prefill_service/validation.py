@@ -54,15 +54,21 @@ def parse_start(start: pb.Start, *, limits: PromptLimits) -> JobRequest:
         raise InvalidRequestError(
             "num_output_tokens", start.num_output_tokens, f"below {num_tokens}"
         )
-    timeout_s = wire.seconds("timeout", start.timeout)
     return JobRequest(
         handoff_id=start.handoff_id,
         prompt_token_ids=tuple(start.prompt_token_ids),
         push_from=start.push_from_token,
         num_output_tokens=start.num_output_tokens,
         sampling=_parse_sampling(start, num_tokens=num_tokens, vocab_size=limits.vocab_size),
-        timeout_s=timeout_s,
+        timeout_s=_timeout_s(start),
     )
+
+
+def _timeout_s(start: pb.Start) -> float:
+    """Seconds of the timeout; a client may have all the time it likes, but no job gets a year."""
+    if start.timeout.seconds >= wire.MAX_DURATION_S:
+        return wire.MAX_DURATION_S
+    return wire.seconds("timeout", start.timeout)
 
 
 def _parse_sampling(start: pb.Start, *, num_tokens: int, vocab_size: int) -> SampleRequest:
