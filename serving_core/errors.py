@@ -150,7 +150,9 @@ class PrefillUnavailableError(TandemError):
 
 
 class KvCorruptError(TandemError):
-    """Pushed KV failed its check. The request was not served."""
+    """Pushed KV failed its check and was not served; a retry computes it anew."""
+
+    retryable = True
 
 
 class DrainingError(TandemError):
