@@ -117,7 +117,6 @@ class PushPair:
         target_block_size: int = 4,
         num_blocks: int = 12,
         num_layers: int = 2,
-        num_threads: int = 0,
         limits: PushLimits | None = None,
         max_quarantined_blocks: int = 6,
     ) -> None:
@@ -130,21 +129,26 @@ class PushPair:
         self.engine = LoopbackEngine()
         self.target = self.engine.create_target(region.size_bytes)
         self.view = PoolView(self.target.buffer, region, target_layout)
-        self.link = HookedLink(self.engine.connect(self.target.descriptor, PREFILL, 1.0))
+        self._target_layout, self._target_region = target_layout, region
+        self._limits = limits
+        self.restart_writer(PREFILL)
+        self.issuer = TicketIssuer("decode-1")
+        self._max_quarantined_blocks = max_quarantined_blocks
+        self.table = self.make_table(self.target.buffer)
+
+    def restart_writer(self, incarnation: str) -> None:
+        """Connect as a new prefill process, with a pipeline that knows nothing of the old one."""
+        self.link = HookedLink(self.engine.connect(self.target.descriptor, incarnation, 1.0))
         self.pipeline = PushPipeline(
             link=self.link,
             source=self.source.region,
-            target=region,
+            target=self._target_region,
             layout=self.layout,
             clock=self.clock,
-            num_threads=num_threads,
-            target_block_size=target_block_size,
-            limits=limits,
+            num_threads=0,
+            target_block_size=self._target_layout.block_size,
+            limits=self._limits,
         )
-        self.issuer = TicketIssuer("decode-1")
-        self._target_layout, self._target_region = target_layout, region
-        self._max_quarantined_blocks = max_quarantined_blocks
-        self.table = self.make_table(self.target.buffer)
 
     def make_table(self, memory: memoryview) -> ReservationTable:
         """A table over some memory."""
@@ -161,10 +165,12 @@ class PushPair:
             ),
         )
 
-    def reserve(self, block_ids: Sequence[int], rows: RowRange) -> Reservation:
+    def reserve(
+        self, block_ids: Sequence[int], rows: RowRange, *, prefill_incarnation: str = PREFILL
+    ) -> Reservation:
         """Issue a ticket and enter it."""
         ticket = self.issuer.issue(
-            prefill_incarnation=PREFILL,
+            prefill_incarnation=prefill_incarnation,
             block_ids=tuple(block_ids),
             rows=rows,
             lease_s=LEASE_S,
