@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
+import torch
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 
 from decode_service.block_queue import BlockQueue
 from decode_service.coordinator import CoordinatorLimits, RequestCoordinator
 from decode_service.graph_runner import GraphRunner, StepObserver
 from decode_service.handoff import HandoffTools
-from decode_service.kv_memory import EngineFactory, KvMemory, make_engine, make_kv_memory
+from decode_service.kv_memory import EngineFactory, KvMemory, make_kv_memory
 from decode_service.kv_receive import KvReceiver, RetryBudget
 from decode_service.loop_mailbox import LoopMailbox
 from decode_service.prefill_peer import PROTOCOL_VERSION, PeerState, PrefillPeer
@@ -40,6 +41,7 @@ from decode_service.ticket_revoker import TicketRevoker
 from serving_core.block_pool import BlockPool
 from serving_core.config import DecodeConfig
 from serving_core.errors import ComputeError
+from serving_core.kv_engines import make_engine
 from serving_core.model.transformer import CausalLM
 from serving_core.rpc import wire
 from serving_core.rpc.client import open_channel
@@ -90,6 +92,7 @@ def build(
         StartupError: The configuration or the checkpoint is wrong.
         KvTransferError: The memory cannot be had.
     """
+    torch.set_num_threads(config.num_threads)
     served = load_served_model(config, model)
     engine = (engine_factory or make_engine)(config)
     memory = make_kv_memory(config, served.model, engine, clock=time.monotonic)

@@ -3,12 +3,9 @@
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from attention_core.paged_kv import PagedKvCache
 from kv_transfer.engine.base import TargetMemory, TransferEngine
-from kv_transfer.engine.loopback import LoopbackEngine
-from kv_transfer.engine.shm import ShmEngine
 from kv_transfer.layout import KvLayout, RegionMap
 from kv_transfer.receiver import ReceiverLimits, ReservationTable
 from kv_transfer.ticket import TicketIssuer
@@ -25,17 +22,6 @@ from serving_core.model.transformer import CausalLM
 EngineFactory = Callable[[DecodeConfig], TransferEngine]
 
 _DEFAULT_QUARANTINE_SHARE = 4  # a peer may hold at most one of so many blocks
-
-
-def make_engine(config: DecodeConfig) -> TransferEngine:
-    """Return the transfer engine that the configuration names.
-
-    Raises:
-        EngineConfigError: The engine's settings are wrong.
-    """
-    if config.kv_engine == "loopback":
-        return LoopbackEngine()
-    return ShmEngine(Path(config.kv_socket_dir))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

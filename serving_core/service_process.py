@@ -14,9 +14,11 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, TypeVar
 
-from serving_core.errors import StartupError
+from kv_transfer.errors import KvTransferError
+from serving_core.config import ServiceConfig
+from serving_core.errors import ConfigError, StartupError
 from serving_core.telemetry import set_up_logging
 
 logger = logging.getLogger(__name__)
@@ -24,6 +26,9 @@ logger = logging.getLogger(__name__)
 EXIT_OK = 0
 EXIT_FAULT = 1
 EXIT_NOT_STARTED = 2
+
+
+ConfigT = TypeVar("ConfigT", bound=ServiceConfig)
 
 
 class ServiceApp(Protocol):
@@ -43,15 +48,29 @@ class ServiceApp(Protocol):
         """Refuse new requests, let running ones end within the grace time, and end."""
 
 
-def run_service(role: str, *, log_level: str, build: Callable[[], ServiceApp]) -> int:
-    """Build and run a service until a signal or a fault; returns the exit code."""
-    set_up_logging(log_level)
+def run_service(
+    role: str, *, load: Callable[[], ConfigT], build: Callable[[ConfigT], ServiceApp]
+) -> int:
+    """Configure, build and run a service until a signal or a fault.
+
+    Args:
+        role: Name of the service, for the ready line and for people.
+        load: Reads the configuration.
+        build: Makes the service; blocks while the model loads.
+
+    Returns:
+        The exit code of the process.
+    """
     try:
-        app = build()
-        return asyncio.run(_serve(role, app))
-    except StartupError as error:
-        logger.error("%s service cannot start: %s", role, error)
-        return EXIT_NOT_STARTED
+        config = load()
+        set_up_logging(config.log_level)
+        return asyncio.run(_serve(role, build(config)))
+    except ConfigError as error:
+        for problem in error.problems:
+            sys.stderr.write(f"{role}: {problem}\n")
+    except (StartupError, KvTransferError) as error:
+        sys.stderr.write(f"{role}: cannot start: {error}\n")
+    return EXIT_NOT_STARTED
 
 
 async def _serve(role: str, app: ServiceApp) -> int:

@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from kv_transfer.engine.base import (
@@ -152,14 +153,15 @@ class FaultyEngine:
 def main(argv: list[str]) -> int:
     """Run the service with the planned faults; returns the exit code."""
     plan = FaultPlan.from_json(os.environ[PLAN_VARIABLE])
-    config = load_prefill_config(argv)
 
     def wrap(config: PrefillConfig, layout: KvLayout) -> FaultyEngine:
         components = [[part.name for part in layer.components] for layer in layout.layers]
         return FaultyEngine(make_engine(config), plan, components)
 
     return run_service(
-        "prefill", log_level="debug", build=lambda: build(config, engine_factory=wrap)
+        "prefill",
+        load=partial(load_prefill_config, argv),
+        build=partial(build, engine_factory=wrap),
     )
 
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TextIO
 
 from torch import Tensor
 
 from serving_core.config import load_decode_config, load_prefill_config
-from serving_core.service_process import ServiceApp, run_service
+from serving_core.service_process import run_service
 
 
 class SelectionLog:
@@ -49,23 +49,29 @@ def main(argv: list[str]) -> int:
     role, path, *flags = argv
     with Path(path).open("w") as file:
         log = SelectionLog(file)
-        builders: dict[str, Callable[[], ServiceApp]] = {
-            "prefill": lambda: _build_prefill(flags, log),
-            "decode": lambda: _build_decode(flags, log),
-        }
-        return run_service(role, log_level="info", build=builders[role])
+        if role == "prefill":
+            return _run_prefill(flags, log)
+        return _run_decode(flags, log)
 
 
-def _build_prefill(flags: list[str], log: SelectionLog) -> ServiceApp:
+def _run_prefill(flags: list[str], log: SelectionLog) -> int:
     from prefill_service.app import build
 
-    return build(load_prefill_config(flags), topk_observer=log.record)
+    return run_service(
+        "prefill",
+        load=partial(load_prefill_config, flags),
+        build=partial(build, topk_observer=log.record),
+    )
 
 
-def _build_decode(flags: list[str], log: SelectionLog) -> ServiceApp:
+def _run_decode(flags: list[str], log: SelectionLog) -> int:
     from decode_service.app import build
 
-    return build(load_decode_config(flags), step_observer=log.record)
+    return run_service(
+        "decode",
+        load=partial(load_decode_config, flags),
+        build=partial(build, step_observer=log.record),
+    )
 
 
 if __name__ == "__main__":
