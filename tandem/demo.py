@@ -1,16 +1,18 @@
-"""The demo: a prefill and a decode process answer recall questions, and one process checks them.
+"""The demo: prefill, decode and router answer recall questions, and one process checks them.
 
     python -m tandem.demo
 
 Each context is several times longer than what the model's attention selects per token, and the
 fact asked for lies anywhere in it: an answer is right only if the KV that prefill pushed, indexer
-keys included, arrived whole. Exit status 0 means that every token equals the single process's and
-that most facts were recalled.
+keys included, arrived whole. Exit status 0 means that every token equals the single process's, that
+the router's HTTP API gives the same words, and that most facts were recalled.
 """
 
 from __future__ import annotations
 
+import json
 import sys
+import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
 from time import monotonic
@@ -36,6 +38,7 @@ MIN_RECALL = 0.75
 _SEED = 1
 _BLOCK_SIZE = 64
 _CHUNK_TOKENS = 512
+_HTTP_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,18 +47,25 @@ class Answer:
 
     Attributes:
         question: What was asked.
-        completion: What the pair answered.
+        completion: What the pair answered over gRPC.
+        routed_text: What it answered through the router's HTTP API.
         single_process_token_ids: What one process answers.
     """
 
     question: RecallQuestion
     completion: Completion
+    routed_text: str
     single_process_token_ids: tuple[int, ...]
 
     @property
     def is_equal(self) -> bool:
         """Whether the pair and the single process agree in every token."""
         return self.completion.token_ids == self.single_process_token_ids
+
+    @property
+    def is_equal_through_router(self) -> bool:
+        """Whether the router hands on the same words."""
+        return self.routed_text.split() == (self.completion.text or "").split()
 
     @property
     def is_recalled(self) -> bool:
@@ -77,21 +87,30 @@ def run(console: Console) -> int:
     ]
     started_at = monotonic()
     try:
-        with Launcher(LaunchSettings(model_dir=default_model_dir())) as launcher:
+        with Launcher(LaunchSettings(model_dir=default_model_dir(), router=True)) as launcher:
             services = launcher.start()
             console.print(
-                f"prefill {services.prefill[0]} and decode {services.decode[0]} "
-                f"ready in {monotonic() - started_at:.1f} s"
+                f"prefill {services.prefill[0]}, decode {services.decode[0]} and "
+                f"router {services.router} ready in {monotonic() - started_at:.1f} s"
             )
             with Client(services.decode[0]) as client:
                 completions = [_ask(client, question, console) for question in questions]
+            console.print("the same questions through the router's OpenAI API:")
+            routed = [_ask_router(services.router, question, console) for question in questions]
     except LauncherError as error:
         console.print(f"the services failed: {error}", markup=False)
         return 1
     truths = _ask_single_process(questions)
     answers = [
-        Answer(question=question, completion=completion, single_process_token_ids=truth)
-        for question, completion, truth in zip(questions, completions, truths, strict=True)
+        Answer(
+            question=question,
+            completion=completion,
+            routed_text=text,
+            single_process_token_ids=truth,
+        )
+        for question, completion, text, truth in zip(
+            questions, completions, routed, truths, strict=True
+        )
     ]
     console.print(_table(answers))
     return _verdict(answers, console)
@@ -106,6 +125,33 @@ def _ask(client: Client, question: RecallQuestion, console: Console) -> Completi
             console.print(piece.text, end="", style="bold", markup=False)
         console.print()
         return generation.completion
+
+
+def _ask_router(address: str, question: RecallQuestion, console: Console) -> str:
+    """Streams one answer of the OpenAI completions API to the console and returns it."""
+    body = {
+        "model": default_model_dir().name,
+        "prompt": question.prompt,
+        "max_tokens": NUM_ANSWER_WORDS,
+        "temperature": 0,
+        "stream": True,
+    }
+    request = urllib.request.Request(
+        f"http://{address}/v1/completions",
+        data=json.dumps(body).encode(),
+        headers={"Content-Type": "application/json"},
+    )
+    console.print(f"{question.num_words:>5} words ... ->", end=" ")
+    text = ""
+    with urllib.request.urlopen(request, timeout=_HTTP_TIMEOUT_S) as reply:
+        for line in reply:
+            event = line.decode().removeprefix("data: ").strip()
+            if event and event != "[DONE]":
+                piece = json.loads(event)["choices"][0]["text"]
+                console.print(piece, end="", style="bold", markup=False)
+                text += piece
+    console.print()
+    return text
 
 
 def _ask_single_process(questions: Sequence[RecallQuestion]) -> list[tuple[int, ...]]:
@@ -133,7 +179,7 @@ def _ask_single_process(questions: Sequence[RecallQuestion]) -> list[tuple[int, 
 
 def _table(answers: Sequence[Answer]) -> Table:
     table = Table(title="The pair against a single process", title_justify="left")
-    for heading in ("words", "answer", "expected", "recalled", "= single"):
+    for heading in ("words", "answer", "expected", "recalled", "= single", "= router"):
         table.add_column(heading, no_wrap=True)
     for heading in ("TTFT ms", "TPOT ms", "KB pushed", "exposed ms"):
         table.add_column(heading, justify="right")
@@ -146,6 +192,7 @@ def _table(answers: Sequence[Answer]) -> Table:
             answer.question.answer,
             _yes_or_no(answer.is_recalled),
             _yes_or_no(answer.is_equal),
+            _yes_or_no(answer.is_equal_through_router),
             _milliseconds(timings.ttft_s),
             _milliseconds(timings.tpot_s),
             "-" if pushed is None else f"{pushed / 1000:.0f}",
@@ -156,12 +203,14 @@ def _table(answers: Sequence[Answer]) -> Table:
 
 def _verdict(answers: Sequence[Answer], console: Console) -> int:
     num_equal = sum(answer.is_equal for answer in answers)
+    num_routed = sum(answer.is_equal_through_router for answer in answers)
     num_recalled = sum(answer.is_recalled for answer in answers)
     console.print(
         f"{num_equal} of {len(answers)} answers equal the single process in every token; "
-        f"{num_recalled} facts recalled"
+        f"{num_routed} are the same through the router; {num_recalled} facts recalled"
     )
-    is_good = num_equal == len(answers) and num_recalled >= MIN_RECALL * len(answers)
+    is_equal = num_equal == num_routed == len(answers)
+    is_good = is_equal and num_recalled >= MIN_RECALL * len(answers)
     console.print("[green]demo passed[/green]" if is_good else "[red]demo FAILED[/red]")
     return 0 if is_good else 1
 
@@ -176,7 +225,7 @@ def _milliseconds(seconds: float | None) -> str:
 
 def main() -> None:
     """Entry point."""
-    sys.exit(run(Console(highlight=False, width=None if sys.stdout.isatty() else 120)))
+    sys.exit(run(Console(highlight=False, width=None if sys.stdout.isatty() else 130)))
 
 
 if __name__ == "__main__":

@@ -4,8 +4,9 @@
              |           |
              +-----------+--> failed: a child died; everything else is stopped
 
-Prefill services start first, on free ports; decode services get their addresses. All of them share
-one private directory of sockets, removed in the end. A child's death, a signal and a caller's stop
+Prefill services start first, on free ports; decode services get their addresses, and the router
+gets those of the decode services. All services share one private directory of sockets, removed in
+the end. A child's death, a signal and a caller's stop
 arrive through one queue, so that there is one place that waits.
 """
 
@@ -21,6 +22,7 @@ from time import monotonic
 from types import TracebackType
 from typing import Self
 
+from tandem import router
 from tandem.child_process import (
     ChildExited,
     ChildProcess,
@@ -31,6 +33,7 @@ from tandem.child_process import (
 from tandem.health import wait_until_serving
 
 KV_SIGNAL = "tandem.kv"
+ROUTER_NAME = "router"
 
 
 class LauncherError(Exception):
@@ -50,6 +53,8 @@ class LaunchSettings:
         num_prefill: Prefill services.
         num_decode: Decode services.
         decode_port: Port of the first decode service, the next ones count up; 0 takes free ones.
+        router: Whether to start the router, which serves the OpenAI HTTP API.
+        router_port: Port of that API; 0 takes a free one.
         kv_engine: How KV moves.
         num_threads: Threads of each service; 0 divides the cores among them.
         service_arguments: Flags for all services, e.g. ("--block-size=16",).
@@ -67,6 +72,8 @@ class LaunchSettings:
     num_prefill: int = 1
     num_decode: int = 1
     decode_port: int = 0
+    router: bool = False
+    router_port: int = 0
     kv_engine: str = "shm"
     num_threads: int = 0
     service_arguments: tuple[str, ...] = ()
@@ -82,10 +89,11 @@ class LaunchSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunningServices:
-    """Addresses (host:port) of what serves."""
+    """Addresses (host:port) of what serves; `router` is empty when there is none."""
 
     decode: tuple[str, ...]
     prefill: tuple[str, ...]
+    router: str = ""
 
 
 class Launcher:
@@ -127,7 +135,8 @@ class Launcher:
         )
         for index, address in enumerate(decode):
             self._wait_until_kv_moves(f"decode-{index}", address, deadline)
-        return RunningServices(decode=decode, prefill=prefill)
+        router_address = self._start_router(decode, deadline) if settings.router else ""
+        return RunningServices(decode=decode, prefill=prefill, router=router_address)
 
     def wait(self) -> str:
         """Waits until `request_stop`; returns its cause.
@@ -150,9 +159,9 @@ class Launcher:
         return {name: child.pid for name, child in self._children.items()}
 
     def stop(self) -> None:
-        """Ends all services, decode first so that no hand-off is cut, and removes the sockets."""
+        """Ends all services, the clients' side first, and removes the sockets."""
         try:
-            for role in ("decode", "prefill"):
+            for role in (ROUTER_NAME, "decode", "prefill"):
                 self._stop_group([c for c in self._children.values() if c.name.startswith(role)])
         finally:
             self._children.clear()
@@ -220,18 +229,7 @@ class Launcher:
         """Starts services of one role and returns their addresses in order."""
         names = [f"{role}-{index}" for index in range(len(arguments))]
         for name, each in zip(names, arguments, strict=True):
-            log_dir = self._settings.log_dir
-            # The pools of torch and of the maths libraries follow the same number.
-            environ = {"OMP_NUM_THREADS": str(self._threads_per_service())}
-            self._children[name] = ChildProcess(
-                name=name,
-                module=module,
-                arguments=each,
-                environ=environ,
-                events=self._events,
-                log_path=None if log_dir is None else log_dir / f"{name}.log",
-                on_log_line=self._on_log_line,
-            )
+            self._start_child(name, module, each)
         addresses: dict[str, str] = {}
         while len(addresses) < len(names):
             ready = self._poll(block_s=max(0.0, deadline - monotonic()))
@@ -240,6 +238,38 @@ class Launcher:
             elif monotonic() >= deadline:
                 raise self._not_ready(next(name for name in names if name not in addresses))
         return tuple(addresses[name] for name in names)
+
+    def _start_child(self, name: str, module: str, arguments: Sequence[str]) -> None:
+        log_dir = self._settings.log_dir
+        self._children[name] = ChildProcess(
+            name=name,
+            module=module,
+            arguments=arguments,
+            # The pools of torch and of the maths libraries follow the same number.
+            environ={"OMP_NUM_THREADS": str(self._threads_per_service())},
+            events=self._events,
+            log_path=None if log_dir is None else log_dir / f"{name}.log",
+            on_log_line=self._on_log_line,
+        )
+
+    def _start_router(self, decode_addresses: Sequence[str], deadline: float) -> str:
+        """Starts the router and returns its address once it takes requests."""
+        port = self._settings.router_port or router.free_port()
+        address = f"{router.HOST}:{port}"
+        # Another router on that port would answer in the place of ours.
+        if not router.is_free(port):
+            raise LauncherError(f"the router's port {port} is in use")
+        arguments = router.arguments(
+            port=port, metrics_port=router.free_port(), decode_addresses=decode_addresses
+        )
+        self._start_child(ROUTER_NAME, router.MODULE, arguments)
+        try:
+            router.wait_until_routing(
+                address, deadline=deadline, check=lambda: self._poll(block_s=0)
+            )
+        except TimeoutError as error:
+            raise self._not_ready(ROUTER_NAME) from error
+        return address
 
     def _wait_until_kv_moves(self, name: str, address: str, deadline: float) -> None:
         try:

@@ -1,4 +1,4 @@
-"""`tandem up`: prefill and decode services on this machine, until Ctrl-C."""
+"""`tandem up`: prefill and decode services and the router on this machine, until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -36,6 +36,14 @@ def up(
     ] = 0,
     prefill: Annotated[int, typer.Option(min=1, max=64, help="Prefill services.")] = 1,
     decode: Annotated[int, typer.Option(min=1, max=64, help="Decode services.")] = 1,
+    router: Annotated[
+        bool,
+        typer.Option(help="Start the smg router, which serves the OpenAI HTTP API."),
+    ] = True,
+    router_port: Annotated[
+        int,
+        typer.Option(min=0, max=65535, help="Port of the OpenAI HTTP API. 0 takes a free one."),
+    ] = 0,
     kv_engine: Annotated[str, typer.Option(help="How KV moves between the services.")] = "shm",
     num_threads: Annotated[
         int, typer.Option(min=0, help="Threads of each service. 0 divides the cores among them.")
@@ -57,7 +65,7 @@ def up(
         bool, typer.Option("--json", help="Print the addresses as one line of JSON.")
     ] = False,
 ) -> None:
-    """Start prefill and decode services here, wait until they serve, and run until Ctrl-C.
+    """Start prefill, decode and the router here, wait until they serve, and run until Ctrl-C.
 
     Prints the addresses when everything is ready. Everything is stopped on Ctrl-C or SIGTERM
     (exit status 0), or when one service dies (exit status 1).
@@ -72,6 +80,8 @@ def up(
         num_prefill=prefill,
         num_decode=decode,
         decode_port=decode_port,
+        router=router,
+        router_port=router_port,
         kv_engine=kv_engine,
         num_threads=num_threads,
         service_arguments=() if config is None else (f"--config={config}",),
@@ -110,6 +120,7 @@ def _print_ready(services: RunningServices, *, seconds: float, as_json: bool) ->
             "event": "ready",
             "decode": services.decode,
             "prefill": services.prefill,
+            "router": services.router,
             "pid": os.getpid(),
             "seconds": round(seconds, 3),
         }
@@ -121,6 +132,8 @@ def _print_ready(services: RunningServices, *, seconds: float, as_json: bool) ->
         console.print(f"  prefill  {address}")
     for address in services.decode:
         console.print(f"  decode   [bold]{address}[/bold]")
+    if services.router:
+        console.print(f"  router   [bold]http://{services.router}/v1[/bold]")
     console.print(f"ask: tandem generate --address {services.decode[0]} --prompt TEXT")
     console.print("stop: Ctrl-C")
     sys.stdout.flush()
