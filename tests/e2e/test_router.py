@@ -151,5 +151,5 @@ def test_router_that_cannot_listen_is_named(services: RunningServices, tmp_path:
         log_dir=tmp_path,
         ready_timeout_s=30.0,
     )
-    with Launcher(settings) as launcher, pytest.raises(LauncherError, match="port .* is in use"):
+    with Launcher(settings) as launcher, pytest.raises(LauncherError, match=r"port \d+ is in use"):
         launcher.start()

@@ -73,7 +73,7 @@ def test_up_is_ready_in_time_answers_and_stops_without_orphans() -> None:
         assert monotonic() - started_at < READY_LIMIT_S
         assert (len(ready["prefill"]), len(ready["decode"])) == (2, 2)
         pids = child_pids(process.pid)
-        assert len(pids) == 4
+        assert len(pids) == 5  # the router is the fifth
         (question,) = recall_questions(num_words=256, num_facts=8, num_questions=1, seed=1)
         answers = [
             generate(address, "--prompt", question.prompt, "--max-tokens", "3")
