@@ -94,10 +94,11 @@ class ShmTarget:
         self._path.unlink(missing_ok=True)
         self._door.close()
         os.close(self._fd)
-        # Tensors may still look at the memory. It is then unmapped with the last of them.
-        with contextlib.suppress(BufferError):
-            self.buffer.release()
-            self._mapping.close()
+        # Never unmapped by hand: tensors may still look at the memory, and torch keeps a reference
+        # to the view that it was given but no export of it, so `release` would not refuse. The
+        # mapping goes with the last reference.
+        self.buffer = memoryview(b"")
+        del self._mapping
 
 
 class ShmLink:
