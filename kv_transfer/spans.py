@@ -67,17 +67,6 @@ class Placement:
 # takes several times as long to build.
 
 
-class RowSpan(NamedTuple):
-    """Rows of one sequence that lie next to each other inside one block.
-
-    `first_row_in_pool` is block_id * block_size + row in block; `logical_row` is the sequence's.
-    """
-
-    first_row_in_pool: int
-    num_rows: int
-    logical_row: int
-
-
 class ByteSpan(NamedTuple):
     """Bytes start .. start+num_bytes-1 of a memory."""
 
@@ -93,45 +82,29 @@ class CopySpan(NamedTuple):
     num_bytes: int
 
 
-def row_spans(block_ids: Sequence[int], block_size: int, rows: RowRange) -> list[RowSpan]:
-    """Return where the rows lie, in ascending order, one span per touched block.
-
-    Args:
-        block_ids: Blocks of the sequence in logical order, from row 0 on.
-        block_size: Rows per block.
-        rows: Rows of the sequence.
-
-    Raises:
-        LayoutError: The blocks end before the rows do.
-    """
-    check_blocks_cover(block_ids, block_size, rows)
-    spans: list[RowSpan] = []
-    row = rows.start
-    while row < rows.end:
-        index, row_in_block = divmod(row, block_size)
-        num_rows = min(block_size - row_in_block, rows.end - row)
-        spans.append(RowSpan(block_ids[index] * block_size + row_in_block, num_rows, row))
-        row += num_rows
-    return spans
-
-
 def byte_spans(placement: Placement, block_ids: Sequence[int], rows: RowRange) -> list[ByteSpan]:
     """Return the bytes of the rows in ascending row order; what adjoins is merged.
 
     Raises:
         LayoutError: The blocks end before the rows do.
     """
+    size, row_bytes = placement.block_size, placement.row_bytes
+    base, stride = placement.base, placement.block_stride_bytes
+    check_blocks_cover(block_ids, size, rows)
+    first, head_rows = divmod(rows.start, size)
+    last, tail_rows = divmod(rows.end - 1, size)
     merged: list[ByteSpan] = []
-    start = end = -1
-    for first_row, num_rows, _ in row_spans(block_ids, placement.block_size, rows):
-        place = placement.start_of(first_row)
-        num_bytes = num_rows * placement.row_bytes
-        if place == end:
-            end += num_bytes
-            continue
-        if end > start:
+    # The span at hand, as if it began with the first row of the first block.
+    start = base + block_ids[first] * stride
+    end = start + size * row_bytes
+    start += head_rows * row_bytes
+    for block_id in block_ids[first + 1 : last + 1]:
+        place = base + block_id * stride
+        if place != end:
             merged.append(ByteSpan(start, end - start))
-        start, end = place, place + num_bytes
+            start = place
+        end = place + size * row_bytes
+    end -= (size - 1 - tail_rows) * row_bytes
     merged.append(ByteSpan(start, end - start))
     return merged
 

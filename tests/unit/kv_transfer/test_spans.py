@@ -15,7 +15,6 @@ from kv_transfer.spans import (
     byte_spans,
     check_block_ids,
     copy_spans,
-    row_spans,
 )
 
 
@@ -38,22 +37,6 @@ def naive_starts(
         placement.base
         + block_ids[row // size] * placement.block_stride_bytes
         + (row % size) * placement.row_bytes
-        for row in range(rows.start, rows.end)
-    ]
-
-
-@given(sequences())
-def test_row_spans_any_rows_name_each_of_them_once(
-    sequence: tuple[int, list[int], RowRange],
-) -> None:
-    block_size, block_ids, rows = sequence
-    named = [
-        (span.first_row_in_pool + i, span.logical_row + i)
-        for span in row_spans(block_ids, block_size, rows)
-        for i in range(span.num_rows)
-    ]
-    assert named == [
-        (block_ids[row // block_size] * block_size + row % block_size, row)
         for row in range(rows.start, rows.end)
     ]
 
