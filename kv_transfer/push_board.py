@@ -30,8 +30,8 @@ class PushLimits:
     max_jobs: int = 1024
     max_queued_chunks: int = 1024
     event_timeout_s: float = 30.0
-    buried_s: float = 600.0
-    max_buried: int = 65536
+    buried_s: float = 300.0
+    max_buried: int = 1 << 18
 
 
 class PushBoard:
