@@ -8,18 +8,16 @@ sequence's blocks any more:
 """
 
 import logging
-import queue
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from decode_service.scheduler import DecodeSequence, SequenceId, StepScheduler
 from decode_service.stop_rule import FinishReason
+from serving_core.compute_thread import ComputeThread
 from serving_core.sampler import SampleRequest, sample
 
 logger = logging.getLogger(__name__)
@@ -69,12 +67,10 @@ class StepStats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Leave:
+class Leave:
+    """The command that a sequence leave."""
+
     sequence_id: SequenceId
-
-
-class _Stop:
-    pass
 
 
 class Runner:
@@ -106,13 +102,14 @@ class Runner:
         self._scheduler = StepScheduler(max_num_seqs=max_num_seqs)
         self._on_results = on_results
         self._on_step = on_step
-        self._on_fatal = on_fatal
         self._clock = clock
-        # Each sequence joins once and is told to leave at most once, then comes the stop.
-        self._commands: queue.Queue[DecodeSequence | _Leave | _Stop] = queue.Queue(
-            maxsize=2 * max_num_joined + 1
+        self._thread: ComputeThread[DecodeSequence | Leave] = ComputeThread(
+            name="decode-compute",
+            worker=self,
+            # Each sequence joins once and is told to leave at most once.
+            max_commands=2 * max_num_joined,
+            on_fatal=on_fatal,
         )
-        self._thread = threading.Thread(target=self._run, name="decode-compute", daemon=True)
 
     def start(self) -> None:
         """Start the compute thread."""
@@ -120,44 +117,31 @@ class Runner:
 
     def join(self, sequence: DecodeSequence) -> None:
         """Hand a sequence over; it joins the batch before the next step. Never blocks."""
-        self._commands.put_nowait(sequence)
+        self._thread.post(sequence)
 
     def leave(self, sequence_id: SequenceId) -> None:
         """Let a sequence leave before the next step. Never blocks; too late is harmless."""
-        self._commands.put_nowait(_Leave(sequence_id=sequence_id))
+        self._thread.post(Leave(sequence_id=sequence_id))
 
     def stop(self, timeout_s: float) -> bool:
         """End the thread after its running step; blocks. Returns False if it did not end."""
-        if self._thread.is_alive():
-            self._commands.put(_Stop(), timeout=timeout_s)
-            self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        return self._thread.stop(timeout_s)
 
-    def _run(self) -> None:
-        try:
-            with torch.inference_mode():
-                while self._obey_commands():
-                    if batch := self._scheduler.next_batch():
-                        self._step(batch)
-        except BaseException as error:  # the thread is the boundary: the owner ends the process
-            self._on_fatal(error)
-            raise
+    def is_idle(self) -> bool:
+        """Whether no sequence is here; see Worker."""
+        return len(self._scheduler) == 0
 
-    def _obey_commands(self) -> bool:
-        """Obey all waiting commands, waiting for one when idle. False means stop."""
-        block = len(self._scheduler) == 0
-        while True:
-            try:
-                command = self._commands.get(block=block)
-            except queue.Empty:
-                return True
-            block = False
-            if isinstance(command, _Stop):
-                return False
-            if isinstance(command, DecodeSequence):
-                self._scheduler.join(command)
-            elif self._scheduler.leave(command.sequence_id):
-                self._on_results([Removed(sequence_id=command.sequence_id)])
+    def obey(self, command: DecodeSequence | Leave) -> None:
+        """Let a sequence join or leave; see Worker."""
+        if isinstance(command, DecodeSequence):
+            self._scheduler.join(command)
+        elif self._scheduler.leave(command.sequence_id):
+            self._on_results([Removed(sequence_id=command.sequence_id)])
+
+    def step(self) -> None:
+        """Run one step; see Worker."""
+        if batch := self._scheduler.next_batch():
+            self._step(batch)
 
     def _step(self, batch: Sequence[DecodeSequence]) -> None:
         """Run one step; an exception of the model ends the sequences of this step only."""

@@ -8,8 +8,6 @@ blocks no more:
 """
 
 import logging
-import queue
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,6 +22,7 @@ from attention_core.strategy import AttentionStrategy, KvWritten
 from kv_transfer.spans import RowRange
 from prefill_service.layer_probe import LayerProbe
 from prefill_service.scheduler import Chunk, ChunkScheduler, JobId
+from serving_core.compute_thread import ComputeThread
 from serving_core.model.transformer import CausalLM
 from serving_core.sampler import SampleRequest, sample
 
@@ -110,12 +109,10 @@ class _Running:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Remove:
+class Remove:
+    """The command that a job leave."""
+
     job_id: JobId
-
-
-class _Stop:
-    pass
 
 
 class Runner:
@@ -155,15 +152,16 @@ class Runner:
         self._scheduler = ChunkScheduler(max_num_batched_tokens=max_num_batched_tokens)
         self._on_result = on_result
         self._on_step = on_step
-        self._on_fatal = on_fatal
         self._topk_observer = topk_observer
         self._clock = clock
         self._running: dict[JobId, _Running] = {}
-        # Each job is added once and removed at most once, then comes the stop: never full.
-        self._commands: queue.Queue[ComputeJob | _Remove | _Stop] = queue.Queue(
-            maxsize=2 * max_num_seqs + 1
+        self._thread: ComputeThread[ComputeJob | Remove] = ComputeThread(
+            name="prefill-compute",
+            worker=self,
+            # Each job is added once and removed at most once.
+            max_commands=2 * max_num_seqs,
+            on_fatal=on_fatal,
         )
-        self._thread = threading.Thread(target=self._run, name="prefill-compute", daemon=True)
 
     def start(self) -> None:
         """Start the compute thread."""
@@ -171,43 +169,31 @@ class Runner:
 
     def add(self, job: ComputeJob) -> None:
         """Queue a job behind those that run; never blocks."""
-        self._commands.put_nowait(job)
+        self._thread.post(job)
 
     def remove(self, job_id: JobId) -> None:
         """Let a job leave before the next step; never blocks. Too late is harmless."""
-        self._commands.put_nowait(_Remove(job_id=job_id))
+        self._thread.post(Remove(job_id=job_id))
 
     def stop(self, timeout_s: float) -> bool:
         """End the thread after its running step; blocks. Returns False if it did not end."""
-        if self._thread.is_alive():
-            self._commands.put(_Stop(), timeout=timeout_s)
-            self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        return self._thread.stop(timeout_s)
 
-    def _run(self) -> None:
-        try:
-            with torch.inference_mode():
-                while self._obey_commands():
-                    if chunks := self._scheduler.schedule():
-                        self._step(chunks)
-        except BaseException as error:  # the thread is the boundary: the owner ends the process
-            self._on_fatal(error)
+    def is_idle(self) -> bool:
+        """Whether no job is here; see Worker."""
+        return len(self._scheduler) == 0
 
-    def _obey_commands(self) -> bool:
-        """Obey all waiting commands, waiting for one when idle. False means stop."""
-        block = len(self._scheduler) == 0
-        while True:
-            try:
-                command = self._commands.get(block=block)
-            except queue.Empty:
-                return True
-            block = False
-            if isinstance(command, _Stop):
-                return False
-            if isinstance(command, _Remove):
-                self._remove(command.job_id)
-            else:
-                self._add(command)
+    def obey(self, command: ComputeJob | Remove) -> None:
+        """Add or remove a job; see Worker."""
+        if isinstance(command, ComputeJob):
+            self._add(command)
+        else:
+            self._remove(command.job_id)
+
+    def step(self) -> None:
+        """Run one step; see Worker."""
+        if chunks := self._scheduler.schedule():
+            self._step(chunks)
 
     def _add(self, job: ComputeJob) -> None:
         self._scheduler.add(job.job_id, len(job.token_ids))
