@@ -97,11 +97,15 @@ class AttentionPlan:
         """
         if source.block_size != self.block_size:
             raise AttentionConfigError("block_size", source.block_size, self.block_size)
+        pairs: list[tuple[Tensor, Tensor]] = []
         for field in _TENSOR_FIELDS:
             mine: Tensor = getattr(self, field)
             theirs: Tensor = getattr(source, field)
             if mine.shape != theirs.shape:
                 raise AttentionConfigError(field, tuple(theirs.shape), tuple(mine.shape))
+            pairs.append((mine, theirs))
+        # Copy only what fits as a whole: half a plan would point at another step's blocks.
+        for mine, theirs in pairs:
             mine.copy_(theirs, non_blocking=True)
 
 
