@@ -35,8 +35,15 @@ help: ## List the targets.
 .PHONY: setup
 setup: $(STAMP) ## Make .venv with everything that the other targets need.
 
+# Mooncake's wheel needs three system libraries. Without them only `--kv-engine mooncake` is missing.
+MOONCAKE_LIBS := libibverbs1 libnuma1 libcurl4
+HAS_MOONCAKE_LIBS = /sbin/ldconfig -p | grep -q 'libibverbs\.so\.1'
+
 $(STAMP): pyproject.toml constraints.txt
 	@$(CHECK_PYTHON)
+	@$(HAS_MOONCAKE_LIBS) || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
+		apt-get update -qq && apt-get install -y -qq --no-install-recommends $(MOONCAKE_LIBS) >/dev/null; } || \
+		echo "note: install $(MOONCAKE_LIBS) to use --kv-engine mooncake"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet \
 		$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -c constraints.txt -e '.[dev]'
