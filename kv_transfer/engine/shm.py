@@ -18,13 +18,21 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from kv_transfer.engine import shm_protocol
+from kv_transfer.engine import shm_sockets
 from kv_transfer.engine.base import CopySpan, TargetDescriptor, WriterState
+from kv_transfer.engine.door import Door, DoorLimits
+from kv_transfer.engine.door_protocol import (
+    ACCESS_KEY_BYTES,
+    ANSWER_BYTES,
+    Answer,
+    decode_answer,
+    encode_hello,
+)
 from kv_transfer.engine.gate import CloseGate
 from kv_transfer.engine.host_copy import HostCopier
 from kv_transfer.engine.peer_process import PeerProcess, is_hung_up
-from kv_transfer.engine.shm_door import Door, DoorLimits
-from kv_transfer.engine.shm_protocol import Answer
+from kv_transfer.engine.sealed_memory import SIZE_SEALS, check_available, sealed_memory
+from kv_transfer.engine.shm_door import ShmDoorkeeper
 from kv_transfer.errors import (
     ConnectError,
     EngineConfigError,
@@ -36,7 +44,6 @@ from kv_transfer.errors import (
 
 logger = logging.getLogger(__name__)
 
-_SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _BACKLOG = 64
 _TIMEVAL = struct.Struct("ll")  # seconds, microseconds
 
@@ -52,23 +59,25 @@ class ShmTarget:
         """
         self._owner_pid = os.getpid()
         self._is_closed = False
-        access_key = secrets.token_bytes(shm_protocol.ACCESS_KEY_BYTES)
+        access_key = secrets.token_bytes(ACCESS_KEY_BYTES)
         try:
             with contextlib.ExitStack() as undo:
-                self._fd = _sealed_memory(num_bytes)
+                self._fd = sealed_memory(num_bytes)
                 undo.callback(os.close, self._fd)
                 self._mapping = mmap.mmap(self._fd, num_bytes)
-                listener, self._path = shm_protocol.listen(
+                listener, self._path = shm_sockets.listen(
                     socket_dir, secrets.token_hex(16), _BACKLOG
                 )
                 undo.callback(listener.close)
                 undo.callback(self._path.unlink)
+                keeper = ShmDoorkeeper(self._fd, num_bytes, limits)
+                self._register = keeper.register
                 self._door = Door(
                     listener=listener,
                     access_key=access_key,
-                    memory_fd=self._fd,
                     size_bytes=num_bytes,
                     limits=limits,
+                    keeper=keeper,
                 )
                 undo.pop_all()
         except (OSError, OverflowError) as error:
@@ -84,7 +93,7 @@ class ShmTarget:
 
     def writer_state(self, prefill_incarnation: str) -> WriterState:
         """As the protocol says; after `close` every writer is UNKNOWN."""
-        return self._door.register.state(prefill_incarnation)
+        return self._register.state(prefill_incarnation)
 
     def close(self) -> None:
         """As the protocol says. A forked child leaves the target to its parent."""
@@ -165,15 +174,15 @@ class ShmEngine:
         Raises:
             EngineConfigError: The directory is unfit.
         """
-        self._socket_dir = shm_protocol.check_socket_dir(socket_dir)
+        self._socket_dir = shm_sockets.check_socket_dir(socket_dir)
         self._limits = limits if limits is not None else DoorLimits()
 
     def create_target(self, num_bytes: int) -> ShmTarget:
         """As the protocol says."""
         if num_bytes <= 0:
             raise EngineConfigError("num_bytes", num_bytes, ">= 1")
-        _check_available(num_bytes)
-        shm_protocol.remove_stale_sockets(self._socket_dir)
+        check_available(num_bytes)
+        shm_sockets.remove_stale_sockets(self._socket_dir)
         return ShmTarget(self._socket_dir, num_bytes, self._limits)
 
     def connect(
@@ -182,8 +191,8 @@ class ShmEngine:
         """As the protocol says."""
         if descriptor.engine != self.name:
             raise EngineConfigError("descriptor.engine", descriptor.engine, self.name)
-        hello = shm_protocol.encode_hello(descriptor.access_key, prefill_incarnation)
-        path = shm_protocol.check_socket_path(descriptor.address, self._socket_dir)
+        hello = encode_hello(descriptor.access_key, prefill_incarnation)
+        path = shm_sockets.check_socket_path(descriptor.address, self._socket_dir)
         deadline_s = time.monotonic() + timeout_s
         with contextlib.ExitStack() as undo:
             connection = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
@@ -199,33 +208,6 @@ class ShmEngine:
                 os.close(fd)
             undo.pop_all()
         return ShmLink(connection, process, mapping)
-
-
-def _check_available(num_bytes: int) -> None:
-    """Refuse what the machine does not have: allocating it would call the OOM killer instead.
-
-    Raises:
-        TargetAllocationError: As said.
-    """
-    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-        if line.startswith("MemAvailable:"):
-            available_bytes = int(line.split()[1]) << 10
-            if num_bytes > available_bytes:
-                raise TargetAllocationError(
-                    f"{num_bytes} bytes of memory: {available_bytes} bytes are available"
-                )
-
-
-def _sealed_memory(num_bytes: int) -> int:
-    """Return the descriptor of memory that is all there and keeps its size."""
-    fd = os.memfd_create("tandem-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        os.posix_fallocate(fd, 0, num_bytes)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SIZE_SEALS)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
 
 
 def _connect(connection: socket.socket, path: Path, timeout_s: float) -> None:
@@ -260,11 +242,11 @@ def _ask_for_memory(
         try:
             connection.settimeout(max(1e-3, deadline_s - time.monotonic()))
             connection.sendall(hello)
-            while len(raw) < shm_protocol.ANSWER_BYTES:
+            while len(raw) < ANSWER_BYTES:
                 connection.settimeout(max(1e-3, deadline_s - time.monotonic()))
                 part, new_fds, _, _ = socket.recv_fds(
                     connection,
-                    shm_protocol.ANSWER_BYTES - len(raw),
+                    ANSWER_BYTES - len(raw),
                     1,
                     socket.MSG_CMSG_CLOEXEC,
                 )
@@ -278,7 +260,7 @@ def _ask_for_memory(
             raise ConnectError("the target did not answer in time") from error
         except OSError as error:
             raise PeerRefusedError(f"the target hung up: {error}") from error
-        answer, target_bytes = shm_protocol.decode_answer(raw)
+        answer, target_bytes = decode_answer(raw)
         if answer is Answer.BUSY:
             raise ConnectError("the target has too many writers")
         if answer is not Answer.ACCEPTED:
@@ -304,7 +286,7 @@ def _map_sealed(fd: int, size_bytes: int) -> mmap.mmap:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError as error:
         raise PeerRefusedError(f"the target passed no memory: {error}") from error
-    if seals & _SIZE_SEALS != _SIZE_SEALS:
+    if seals & SIZE_SEALS != SIZE_SEALS:
         raise PeerRefusedError(f"the target's memory has seals {seals:#x}, not its size sealed")
     if os.fstat(fd).st_size != size_bytes:
         raise PeerRefusedError(f"the target's memory has {os.fstat(fd).st_size} bytes")

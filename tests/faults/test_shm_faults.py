@@ -16,11 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from kv_transfer.engine import shm_protocol
+from kv_transfer.engine import door_protocol, shm_sockets
 from kv_transfer.engine.base import TargetDescriptor, WriterState
+from kv_transfer.engine.door import DoorLimits
+from kv_transfer.engine.door_protocol import Answer
 from kv_transfer.engine.shm import ShmEngine, ShmTarget
-from kv_transfer.engine.shm_door import DoorLimits
-from kv_transfer.engine.shm_protocol import Answer
 from kv_transfer.errors import (
     ConnectError,
     EngineConfigError,
@@ -77,10 +77,10 @@ def assert_still_serves(engine: ShmEngine, target: ShmTarget) -> None:
     [
         b"",
         b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * 20,
-        bytes(shm_protocol.HELLO_BYTES),
+        bytes(door_protocol.HELLO_BYTES),
         b"\xff" * 100_000,
-        shm_protocol.encode_hello(bytes(32), "prefill"),
-        b"TandemKV" + bytes(shm_protocol.HELLO_BYTES - 8),
+        door_protocol.encode_hello(bytes(32), "prefill"),
+        b"TandemKV" + bytes(door_protocol.HELLO_BYTES - 8),
     ],
 )
 def test_door_hears_garbage_drops_it_and_serves_on(
@@ -97,8 +97,8 @@ def test_door_hears_garbage_drops_it_and_serves_on(
 
 
 def test_door_name_that_is_no_text_is_dropped(engine: ShmEngine, target: ShmTarget) -> None:
-    hello = bytearray(shm_protocol.encode_hello(target.descriptor.access_key, "p"))
-    hello[-shm_protocol.MAX_INCARNATION_BYTES] = 0xFF
+    hello = bytearray(door_protocol.encode_hello(target.descriptor.access_key, "p"))
+    hello[-door_protocol.MAX_INCARNATION_BYTES] = 0xFF
     with knock(target) as stranger:
         stranger.sendall(hello)
         assert stranger.recv(100) == b""
@@ -106,18 +106,18 @@ def test_door_name_that_is_no_text_is_dropped(engine: ShmEngine, target: ShmTarg
 
 
 def test_door_other_version_is_told(target: ShmTarget) -> None:
-    hello = bytearray(shm_protocol.encode_hello(target.descriptor.access_key, "p"))
+    hello = bytearray(door_protocol.encode_hello(target.descriptor.access_key, "p"))
     hello[8] = 99
     with knock(target) as old:
         old.sendall(hello)
         answer, fds, _, _ = socket.recv_fds(old, 100, 4)
-        assert shm_protocol.decode_answer(answer)[0] is Answer.WRONG_VERSION
+        assert door_protocol.decode_answer(answer)[0] is Answer.WRONG_VERSION
         assert fds == []
 
 
 def test_door_slow_hello_is_dropped_at_its_deadline(engine: ShmEngine, target: ShmTarget) -> None:
     with knock(target) as loiterer:
-        loiterer.sendall(shm_protocol.encode_hello(target.descriptor.access_key, "slow")[:-1])
+        loiterer.sendall(door_protocol.encode_hello(target.descriptor.access_key, "slow")[:-1])
         assert loiterer.recv(100) == b""
     assert target.writer_state("slow") is WriterState.UNKNOWN
     assert_still_serves(engine, target)
@@ -125,10 +125,10 @@ def test_door_slow_hello_is_dropped_at_its_deadline(engine: ShmEngine, target: S
 
 def test_door_hello_in_single_bytes_is_let_in(target: ShmTarget) -> None:
     with knock(target) as slow:
-        for byte in shm_protocol.encode_hello(target.descriptor.access_key, "bytewise"):
+        for byte in door_protocol.encode_hello(target.descriptor.access_key, "bytewise"):
             slow.send(bytes([byte]))
         answer, fds, _, _ = socket.recv_fds(slow, 100, 1)
-        assert shm_protocol.decode_answer(answer) == (Answer.ACCEPTED, SIZE)
+        assert door_protocol.decode_answer(answer) == (Answer.ACCEPTED, SIZE)
         for fd in fds:
             os.close(fd)
 
@@ -163,7 +163,7 @@ def test_door_too_many_writers_are_told_busy_until_one_leaves(
 
 def test_door_writer_speaking_out_of_turn_is_dropped(engine: ShmEngine, target: ShmTarget) -> None:
     with knock(target) as chatty:
-        chatty.sendall(shm_protocol.encode_hello(target.descriptor.access_key, "chatty"))
+        chatty.sendall(door_protocol.encode_hello(target.descriptor.access_key, "chatty"))
         _, fds, _, _ = socket.recv_fds(chatty, 100, 1)
         os.close(fds[0])
         chatty.sendall(b"hello again")
@@ -175,7 +175,7 @@ def test_door_writer_speaking_out_of_turn_is_dropped(engine: ShmEngine, target: 
 def test_door_passed_descriptors_are_not_kept(target: ShmTarget) -> None:
     before = len(os.listdir("/proc/self/fd"))
     with knock(target) as stranger:
-        hello = shm_protocol.encode_hello(bytes(32), "p")
+        hello = door_protocol.encode_hello(bytes(32), "p")
         socket.send_fds(stranger, [hello], [0, 1, 2])
         with contextlib.suppress(ConnectionResetError):
             assert stranger.recv(1) == b""
@@ -346,7 +346,7 @@ class Impostor:
     """Answers one writer with whatever a test wants, from inside the right directory."""
 
     def __init__(self, socket_dir: Path, answer: bytes, fd: int | None) -> None:
-        self._listener, self.path = shm_protocol.listen(socket_dir, "0" * 32, 1)
+        self._listener, self.path = shm_sockets.listen(socket_dir, "0" * 32, 1)
         self._listener.setblocking(True)
         self._answer, self._fd = answer, fd
         self._thread = threading.Thread(target=self._serve)
@@ -355,7 +355,7 @@ class Impostor:
     def _serve(self) -> None:
         connection, _ = self._listener.accept()
         with connection, self._listener:
-            connection.recv(shm_protocol.HELLO_BYTES)
+            connection.recv(door_protocol.HELLO_BYTES)
             socket.send_fds(connection, [self._answer], [] if self._fd is None else [self._fd])
             connection.shutdown(socket.SHUT_WR)
             connection.recv(1)
@@ -383,7 +383,7 @@ def memory(*, num_bytes: int, seals: int) -> Iterator[int]:
 
 
 ALL_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-ACCEPTED = shm_protocol.encode_answer(Answer.ACCEPTED, 4096)
+ACCEPTED = door_protocol.encode_answer(Answer.ACCEPTED, 4096)
 
 
 @pytest.mark.parametrize("seals", [0, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL])
@@ -409,7 +409,7 @@ def test_link_ordinary_file_is_refused(engine: ShmEngine, socket_dir: Path, tmp_
 
 @pytest.mark.parametrize(
     "answer",
-    [b"x" * shm_protocol.ANSWER_BYTES, ACCEPTED, ACCEPTED[:-1], ACCEPTED[:8] + b"\x09" * 12],
+    [b"x" * door_protocol.ANSWER_BYTES, ACCEPTED, ACCEPTED[:-1], ACCEPTED[:8] + b"\x09" * 12],
 )
 def test_link_improper_answer_is_refused_and_leaks_nothing(
     engine: ShmEngine, socket_dir: Path, answer: bytes
@@ -480,7 +480,7 @@ def test_connect_symlink_or_file_in_place_of_the_socket_is_refused(
 def test_connect_incarnation_that_does_not_fit_is_refused(
     engine: ShmEngine, target: ShmTarget
 ) -> None:
-    for incarnation in ("", "p" * (shm_protocol.MAX_INCARNATION_BYTES + 1)):
+    for incarnation in ("", "p" * (door_protocol.MAX_INCARNATION_BYTES + 1)):
         with pytest.raises(EngineConfigError, match="prefill_incarnation"):
             engine.connect(target.descriptor, incarnation, 1.0)
 
@@ -517,7 +517,7 @@ def test_target_socket_is_for_its_user_only(target: ShmTarget, socket_dir: Path)
 
 def test_target_memory_cannot_be_resized_by_a_writer(target: ShmTarget) -> None:
     with knock(target) as writer:
-        writer.sendall(shm_protocol.encode_hello(target.descriptor.access_key, "p"))
+        writer.sendall(door_protocol.encode_hello(target.descriptor.access_key, "p"))
         _, fds, _, _ = socket.recv_fds(writer, 100, 1)
         try:
             for size in (0, SIZE - 1, SIZE + 1):
@@ -554,7 +554,7 @@ def test_forked_child_leaves_target_and_link_to_its_parent(
 
 def test_target_mapped_elsewhere_sees_the_same_bytes(target: ShmTarget) -> None:
     with knock(target) as writer:
-        writer.sendall(shm_protocol.encode_hello(target.descriptor.access_key, "p"))
+        writer.sendall(door_protocol.encode_hello(target.descriptor.access_key, "p"))
         _, fds, _, _ = socket.recv_fds(writer, 100, 1)
         with mmap.mmap(fds[0], SIZE) as mapped:
             os.close(fds[0])
