@@ -12,7 +12,9 @@ The two promises on which reuse of memory rests:
   proven to have ended. Everything else, a closed connection included, is not a proof.
 
 An engine with `can_fence_writer` keeps both of them for memory that is written directly. One
-without it may only be given a staging area that the owner verifies and copies from.
+without it may only be given a staging area that the owner verifies and copies from: after a write
+that raised, bytes may still land, and `WriterLink.proves_quiet` says so. Its owner has one means
+against them, which is `TargetMemory.close`: when that returns nothing lands any more.
 """
 
 from collections.abc import Callable, Sequence
@@ -85,6 +87,9 @@ class TargetMemory(Protocol):
     def close(self) -> None:
         """Accept no writer any more and let go of the memory. Idempotent.
 
+        With an engine that cannot fence a writer this is the fence for all of them: nothing is
+        written into the memory after it has returned.
+
         Views of `buffer` that are still in use keep the memory, and nothing else, alive.
         """
 
@@ -108,7 +113,13 @@ class WriterLink(Protocol):
         """
 
     def peer_is_dead(self) -> bool:
-        """Tell whether the owner of the target is gone. Thread-safe; never blocks."""
+        """Tell whether the owner of the target is gone, or cannot be written to any more.
+
+        Thread-safe; never blocks.
+        """
+
+    def proves_quiet(self) -> bool:
+        """Tell whether each write that has ended is known to have ended at the target as well."""
 
     def close(self) -> None:
         """Stop writes, wait for their end, and disconnect. Idempotent."""

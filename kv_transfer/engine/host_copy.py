@@ -20,6 +20,35 @@ _SMALL_BYTES = 1 << 16
 _ADDRESS_SPACE_BYTES = 1 << 47
 
 
+class HostMemory:
+    """All memory of this process, to be copied from by address."""
+
+    def __init__(self) -> None:
+        """Look at everything.
+
+        Slicing one view of the whole address space is the cheapest way to see memory by its
+        address: making a ctypes array per span takes several times as long as a small copy.
+        """
+        everything = (ctypes.c_char * _ADDRESS_SPACE_BYTES).from_address(0)
+        self.view = memoryview(everything).cast("B")
+
+    def copy_to(
+        self,
+        source_address: int,
+        target: memoryview,
+        target_address: int,
+        offset: int,
+        num_bytes: int,
+    ) -> None:
+        """Copy to an offset of a target; view and address name the same bytes."""
+        if num_bytes <= _SMALL_BYTES:
+            target[offset : offset + num_bytes] = self.view[
+                source_address : source_address + num_bytes
+            ]
+        else:
+            ctypes.memmove(target_address + offset, source_address, num_bytes)
+
+
 class HostCopier:
     """Writes into one mapped target."""
 
@@ -32,10 +61,7 @@ class HostCopier:
         """
         self._target = target
         self._target_address = target_address
-        # Slicing one view of the whole address space is the cheapest way to see memory by its
-        # address: making a ctypes array per span takes several times as long as a small copy.
-        everything = (ctypes.c_char * _ADDRESS_SPACE_BYTES).from_address(0)
-        self._memory = memoryview(everything).cast("B")
+        self._memory = HostMemory().view
 
     def copy(
         self,
@@ -50,7 +76,7 @@ class HostCopier:
             WriteStoppedError: `should_stop` said so.
             PeerDeadError: `peer_is_dead` said so.
         """
-        self._check_bounds(copies)
+        check_bounds(copies, self._target.nbytes)
         digest = xxhash.xxh3_64()
         update = digest.update
         target, memory = self._target, self._memory
@@ -74,20 +100,25 @@ class HostCopier:
                 bytes_left = 0
         return digest.intdigest()
 
-    def _check_bounds(self, copies: Sequence[CopySpan]) -> None:
-        limit = self._target.nbytes
-        for source_address, target_offset, num_bytes in copies:
-            if (
-                num_bytes <= 0
-                or target_offset < 0
-                or target_offset + num_bytes > limit
-                or source_address <= 0
-                or source_address + num_bytes > _ADDRESS_SPACE_BYTES
-            ):
-                raise TargetBoundsError(
-                    f"span of {num_bytes} bytes from {source_address:#x} to offset "
-                    f"{target_offset} leaves the target of {limit} bytes"
-                )
+
+def check_bounds(copies: Sequence[CopySpan], target_bytes: int) -> None:
+    """Refuse spans that leave the target or the address space.
+
+    Raises:
+        TargetBoundsError: As said.
+    """
+    for source_address, target_offset, num_bytes in copies:
+        if (
+            num_bytes <= 0
+            or target_offset < 0
+            or target_offset + num_bytes > target_bytes
+            or source_address <= 0
+            or source_address + num_bytes > _ADDRESS_SPACE_BYTES
+        ):
+            raise TargetBoundsError(
+                f"span of {num_bytes} bytes from {source_address:#x} to offset "
+                f"{target_offset} leaves the target of {target_bytes} bytes"
+            )
 
 
 def _check_go_on(should_stop: Callable[[], bool], peer_is_dead: Callable[[], bool]) -> None:

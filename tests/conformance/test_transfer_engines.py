@@ -32,22 +32,26 @@ from tests.support.processes import wait_until
 from tests.support.transfer_harness import (
     EngineHarness,
     LoopbackHarness,
+    MooncakeHarness,
     ShmHarness,
     SourceBytes,
 )
 
 MIB = 1 << 20
 SIZE = 8 * MIB
+CONNECT_S = 10.0
 
 
 def never() -> bool:
     return False
 
 
-@pytest.fixture(params=["loopback", "shm"])
+@pytest.fixture(params=["loopback", "shm", "mooncake"])
 def harness(request: pytest.FixtureRequest, tmp_path: Path) -> EngineHarness:
     if request.param == "loopback":
         return LoopbackHarness()
+    if request.param == "mooncake":
+        return MooncakeHarness()
     return ShmHarness(tmp_path / "kv")
 
 
@@ -60,7 +64,7 @@ def target(harness: EngineHarness) -> Iterator[TargetMemory]:
 
 @pytest.fixture
 def link(harness: EngineHarness, target: TargetMemory) -> Iterator[WriterLink]:
-    connected = harness.writer_engine.connect(target.descriptor, "prefill-1", 2.0)
+    connected = harness.writer_engine.connect(target.descriptor, "prefill-1", CONNECT_S)
     yield connected
     connected.close()
 
@@ -135,7 +139,11 @@ def test_write_stopped_from_the_start_writes_nothing(
 
 @pytest.mark.parametrize("span_bytes", [1024, 60000, MIB, 3 * MIB])
 def test_write_stopped_midway_writes_at_most_one_piece_more(
-    target: TargetMemory, link: WriterLink, source: SourceBytes, span_bytes: int
+    harness: EngineHarness,
+    target: TargetMemory,
+    link: WriterLink,
+    source: SourceBytes,
+    span_bytes: int,
 ) -> None:
     num_spans = 6 * MIB // span_bytes
     copies = [source.span(i * span_bytes, i * span_bytes, span_bytes) for i in range(num_spans)]
@@ -149,8 +157,11 @@ def test_write_stopped_midway_writes_at_most_one_piece_more(
         link.write(copies, stop_in_the_third_piece)
     assert seen_at_stop[0] == 0
     for before, after in itertools.pairwise(seen_at_stop):
-        assert 0 < after - before <= MAX_BYTES_BETWEEN_CHECKS
-    assert _num_written(target, source) == seen_at_stop[-1]
+        assert 0 <= after - before <= harness.max_bytes_in_flight
+    # What was handed over before the stop is all that there is.
+    written_in_the_end = _num_written(target, source)
+    assert 0 < written_in_the_end <= seen_at_stop[-1] + harness.max_bytes_in_flight
+    assert written_in_the_end <= 2 * MAX_BYTES_BETWEEN_CHECKS
 
 
 def _num_written(target: TargetMemory, source: SourceBytes) -> int:
@@ -187,14 +198,14 @@ def test_write_by_two_threads_lands_both(
 def test_connect_wrong_key_is_refused(harness: EngineHarness, target: TargetMemory) -> None:
     wrong = dataclasses.replace(target.descriptor, access_key=bytes(32))
     with pytest.raises(PeerRefusedError):
-        harness.writer_engine.connect(wrong, "prefill-1", 2.0)
+        harness.writer_engine.connect(wrong, "prefill-1", CONNECT_S)
     assert target.writer_state("prefill-1") is WriterState.UNKNOWN
 
 
 def test_connect_wrong_size_is_refused(harness: EngineHarness, target: TargetMemory) -> None:
     wrong = dataclasses.replace(target.descriptor, size_bytes=SIZE * 2)
     with pytest.raises(PeerRefusedError):
-        harness.writer_engine.connect(wrong, "prefill-1", 2.0)
+        harness.writer_engine.connect(wrong, "prefill-1", CONNECT_S)
 
 
 def test_connect_other_engines_descriptor_is_refused(
@@ -202,7 +213,7 @@ def test_connect_other_engines_descriptor_is_refused(
 ) -> None:
     wrong = dataclasses.replace(target.descriptor, engine="carrier pigeon")
     with pytest.raises(EngineConfigError, match="carrier pigeon"):
-        harness.writer_engine.connect(wrong, "prefill-1", 2.0)
+        harness.writer_engine.connect(wrong, "prefill-1", CONNECT_S)
 
 
 def test_connect_closed_target_is_an_error_that_a_retry_may_heal(harness: EngineHarness) -> None:
@@ -210,7 +221,7 @@ def test_connect_closed_target_is_an_error_that_a_retry_may_heal(harness: Engine
     descriptor = target.descriptor
     target.close()
     with pytest.raises(ConnectError) as caught:
-        harness.writer_engine.connect(descriptor, "prefill-1", 2.0)
+        harness.writer_engine.connect(descriptor, "prefill-1", CONNECT_S)
     assert caught.value.retryable
 
 
@@ -304,7 +315,12 @@ def test_writer_state_follows_the_process_and_not_the_connection(
         assert target.writer_state("prefill-2") is WriterState.UNKNOWN
     finally:
         writer.kill()
-    assert target.writer_state("prefill-1") is WriterState.DEAD
+    assert target.writer_state("prefill-1") is after_death(harness)
+
+
+def after_death(harness: EngineHarness) -> WriterState:
+    """What a target can know of a writer that was killed: without a proof it counts as alive."""
+    return WriterState.DEAD if harness.target_engine.can_fence_writer else WriterState.ALIVE
 
 
 def test_writer_state_after_disconnect_is_still_alive(
@@ -318,7 +334,7 @@ def test_writer_killed_leaves_the_others_working(
     harness: EngineHarness, target: TargetMemory, link: WriterLink, source: SourceBytes
 ) -> None:
     harness.start_writer(target.descriptor, "prefill-2").kill()
-    assert target.writer_state("prefill-2") is WriterState.DEAD
+    assert target.writer_state("prefill-2") is after_death(harness)
     assert target.writer_state("prefill-1") is WriterState.ALIVE
     link.write([source.span(0, 0, 10)], never)
     assert target.buffer[:10] == source.content[:10]
@@ -339,7 +355,7 @@ def test_engine_used_many_times_leaks_no_descriptor_and_no_thread(
     def once() -> None:
         target = harness.target_engine.create_target(4096)
         for number in range(3):
-            link = harness.writer_engine.connect(target.descriptor, f"prefill-{number}", 2.0)
+            link = harness.writer_engine.connect(target.descriptor, f"prefill-{number}", CONNECT_S)
             link.write([source.span(0, 0, 4096)], never)
             with pytest.raises(PeerRefusedError):
                 harness.writer_engine.connect(

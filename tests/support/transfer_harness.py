@@ -8,15 +8,25 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from kv_transfer.engine.base import CopySpan, TargetDescriptor, TransferEngine
+from kv_transfer.engine.base import (
+    MAX_BYTES_BETWEEN_CHECKS,
+    CopySpan,
+    TargetDescriptor,
+    TransferEngine,
+)
 from kv_transfer.engine.loopback import LoopbackEngine
+from kv_transfer.engine.mooncake import MooncakeEngine, MooncakeSettings
+from kv_transfer.engine.mooncake_link import BOUNCE_BYTES, MooncakeLink
 from kv_transfer.engine.shm import ShmEngine
+from tests.support.processes import wait_until
 
 
 class RemoteWriter(Protocol):
@@ -31,6 +41,7 @@ class EngineHarness(Protocol):
 
     target_engine: TransferEngine
     writer_engine: TransferEngine
+    max_bytes_in_flight: int  # between a check of `should_stop` and what the target shows
 
     def start_writer(self, descriptor: TargetDescriptor, incarnation: str) -> RemoteWriter:
         """Return a writer that is connected."""
@@ -85,6 +96,8 @@ class _LoopbackWriter:
 class LoopbackHarness:
     """Both sides share one engine; a writer's death is told."""
 
+    max_bytes_in_flight = MAX_BYTES_BETWEEN_CHECKS
+
     def __init__(self) -> None:
         """Make the engine."""
         self.target_engine = LoopbackEngine()
@@ -99,6 +112,8 @@ class LoopbackHarness:
 class ShmHarness:
     """Each side has its engine, over one directory."""
 
+    max_bytes_in_flight = MAX_BYTES_BETWEEN_CHECKS
+
     def __init__(self, socket_dir: Path) -> None:
         """Make both engines."""
         self.socket_dir = socket_dir
@@ -108,6 +123,32 @@ class ShmHarness:
     def start_writer(self, descriptor: TargetDescriptor, incarnation: str) -> ShmWriterProcess:
         """As the protocol says."""
         return ShmWriterProcess(self.socket_dir, descriptor, incarnation, mode="idle")
+
+
+class MooncakeHarness:
+    """Each side has its engine; every target and every link is a process."""
+
+    max_bytes_in_flight = BOUNCE_BYTES
+
+    def __init__(self) -> None:
+        """Make both engines."""
+        self.target_engine = MooncakeEngine(MooncakeSettings())
+        self.writer_engine = MooncakeEngine(MooncakeSettings())
+
+    def start_writer(self, descriptor: TargetDescriptor, incarnation: str) -> RemoteWriter:
+        """As the protocol says: the sending process of a link is what dies."""
+        link = self.writer_engine.connect(descriptor, incarnation, 10.0)
+        return _MooncakeWriter(link)
+
+
+class _MooncakeWriter:
+    def __init__(self, link: MooncakeLink) -> None:
+        self._link = link
+
+    def kill(self) -> None:
+        os.kill(self._link.sender_pid, signal.SIGKILL)
+        wait_until(self._link.peer_is_dead, timeout_s=10, what="the sender ends")
+        self._link.close()
 
 
 class SourceBytes:
