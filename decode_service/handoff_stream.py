@@ -146,6 +146,18 @@ class HandoffStream:
         except grpc.aio.AioRpcError as error:
             self._end = StreamEnd.BROKEN
             raise error_from_rpc(error) from error
+        except asyncio.CancelledError:
+            # A write that is cancelled ends the whole call, and a reader is then told that it was
+            # cancelled itself. Whoever waits here must not die of that: it may hold blocks.
+            if _is_cancelled_itself():
+                raise
+            self._end = StreamEnd.BROKEN
+            raise PrefillUnavailableError("the call was cancelled on our side") from None
+
+
+def _is_cancelled_itself() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 def _retrieve(reading: "asyncio.Task[pb.PrefillResponse | None]") -> None:
