@@ -18,16 +18,18 @@ import torch
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 
 from decode_service.block_queue import BlockQueue
+from decode_service.circuit_breaker import BreakerSettings
 from decode_service.coordinator import CoordinatorLimits, RequestCoordinator
 from decode_service.graph_runner import GraphRunner, StepObserver
 from decode_service.handoff import HandoffTools
 from decode_service.kv_memory import EngineFactory, KvMemory, make_kv_memory
-from decode_service.kv_receive import KvReceiver, RetryBudget
+from decode_service.kv_receive import KvReceiver
 from decode_service.loop_mailbox import LoopMailbox
 from decode_service.prefill_peer import PROTOCOL_VERSION, PeerState, PrefillPeer
 from decode_service.prefill_pool import PrefillPool
 from decode_service.request_parsing import RequestLimits
 from decode_service.request_reader import ReaderDefaults, RequestReader
+from decode_service.retry_budget import RetryBudget
 from decode_service.runner import Runner, StepResult, StepStats
 from decode_service.served_model import (
     ServedModel,
@@ -38,6 +40,7 @@ from decode_service.served_model import (
 from decode_service.service_info import ServiceInfo
 from decode_service.servicer import DecodeServicer
 from decode_service.ticket_revoker import TicketRevoker
+from kv_transfer.session import ReservationState
 from serving_core.block_pool import BlockPool
 from serving_core.config import DecodeConfig
 from serving_core.errors import ComputeError
@@ -120,7 +123,6 @@ class App:
         self._is_ready = False
         self._ended = asyncio.Event()
         self._fatal: BaseException | None = None
-        self._channels: list[Any] = []
         self._metrics_server: MetricsServer | None = None
         self._blocks = BlockQueue(
             parts.memory.pool,
@@ -128,10 +130,15 @@ class App:
             retry_after_s=_RETRY_AFTER_S,
         )
         self._peers = PrefillPool(
+            make_peer=self._make_peer,
             num_quarantined_blocks=parts.memory.table.num_quarantined_blocks,
+            num_ending_tickets=self._num_ending_tickets,
             max_quarantined_blocks=parts.memory.max_quarantined_blocks,
             wait_s=parts.config.prefill_wait_s,
+            breaker=BreakerSettings(),
+            metrics=parts.metrics,
             on_can_move_kv=lambda _: self._health_changed.set(),
+            clock=time.monotonic,
         )
         self._revoker = TicketRevoker(
             table=parts.memory.table,
@@ -193,7 +200,7 @@ class App:
         self._runner.start()
         await self._health.start()
         self._health_task = asyncio.create_task(self._report_health())
-        self._peers.start([self._make_peer(address) for address in self._config.prefill_address])
+        self._peers.configure(self._config.prefill_address)
         await self._bound.server.start()
         self._set_ready(True)
 
@@ -216,8 +223,6 @@ class App:
         if not await self._revoker.stop(_STOP_TIMEOUT_S):
             logger.warning("writers of some tickets are not proven quiet; their blocks die with us")
         await self._peers.stop()
-        for channel in self._channels:
-            await channel.close()
         self._health_task.cancel()
         if not await asyncio.to_thread(self._runner.stop, _STOP_TIMEOUT_S):
             logger.error("the compute thread did not end within %.1f s", _STOP_TIMEOUT_S)
@@ -301,8 +306,6 @@ class App:
         )
 
     def _make_peer(self, address: str) -> PrefillPeer:
-        channel = open_channel(address, self._config)
-        self._channels.append(channel)
         metrics = self._parts.metrics
 
         def on_change(peer: PrefillPeer) -> None:
@@ -312,7 +315,7 @@ class App:
         memory = self._memory
         return PrefillPeer(
             address=address,
-            channel=channel,
+            channel=open_channel(address, self._config),
             handshake=pb.HandshakeRequest(
                 protocol_version=PROTOCOL_VERSION,
                 decode_incarnation=memory.decode_incarnation,
@@ -324,6 +327,13 @@ class App:
             probe_timeout_s=self._config.prefill_silence_s,
             on_change=on_change,
             on_handshake=metrics.handshake_ended,
+        )
+
+    def _num_ending_tickets(self, address: str) -> int:
+        """Count the tickets of a peer whose blocks its writers may still reach."""
+        return sum(
+            one.peer == address and one.state is not ReservationState.COMMITTED
+            for one in self._memory.table.reservations()
         )
 
     def _limits(self) -> RequestLimits:

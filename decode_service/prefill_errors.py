@@ -1,5 +1,7 @@
 """What a prefill service's refusals and failures mean for the request, as errors of ours."""
 
+from collections.abc import Mapping
+
 from google.rpc import error_details_pb2
 from grpc import StatusCode
 from grpc.aio import AioRpcError
@@ -27,6 +29,34 @@ class PrefillSilentError(PrefillUnavailableError):
     """Prefill keeps the connection but says nothing, not even a heartbeat: it is stopped."""
 
 
+class PrefillDrainingError(PrefillUnavailableError):
+    """Prefill shuts down in good order and takes nothing more."""
+
+
+class PrefillLeaseError(PrefillUnavailableError):
+    """Prefill stopped writing because our Renew did not arrive in time."""
+
+
+class PrefillComputeError(ComputeError):
+    """A step of prefill raised: the peer is broken, or the request breaks it."""
+
+
+_OUR_MISTAKE = (
+    StatusCode.INVALID_ARGUMENT,
+    StatusCode.FAILED_PRECONDITION,
+    StatusCode.UNIMPLEMENTED,
+)
+_RETRYABLE: Mapping[StatusCode, type[OverloadedError] | type[PrefillUnavailableError]] = {
+    StatusCode.RESOURCE_EXHAUSTED: OverloadedError,
+    StatusCode.DEADLINE_EXCEEDED: PrefillTimeoutError,
+}
+_UNAVAILABLE: Mapping[errors_pb2.FailureReason, type[PrefillUnavailableError]] = {
+    errors_pb2.FAILURE_REASON_DEADLINE_EXCEEDED: PrefillTimeoutError,
+    errors_pb2.FAILURE_REASON_DRAINING: PrefillDrainingError,
+    errors_pb2.FAILURE_REASON_LEASE_EXPIRED: PrefillLeaseError,
+}
+
+
 def error_from_rpc(error: AioRpcError) -> TandemError:
     """Translate the status with which a prefill service ended a call.
 
@@ -43,16 +73,14 @@ def error_from_rpc(error: AioRpcError) -> TandemError:
         return LayoutMismatchError(
             told.get("field", "layout"), told.get("theirs", "unknown"), told.get("ours", "unknown")
         )
-    if code is StatusCode.RESOURCE_EXHAUSTED:
-        return OverloadedError(text, retry_after_s=retry_after_s)
-    if code in (
-        StatusCode.INVALID_ARGUMENT,
-        StatusCode.FAILED_PRECONDITION,
-        StatusCode.UNIMPLEMENTED,
-        StatusCode.INTERNAL,
-    ):
+    if info.reason == "DRAINING":
+        return PrefillDrainingError(text, retry_after_s=retry_after_s)
+    if code in _OUR_MISTAKE:
         return ComputeError(text)
-    return PrefillUnavailableError(text, retry_after_s=retry_after_s)
+    if code is StatusCode.INTERNAL:
+        return PrefillComputeError(text)
+    kind = _RETRYABLE.get(code, PrefillUnavailableError)
+    return kind(text, retry_after_s=retry_after_s)
 
 
 def error_from_failure(failure: errors_pb2.Failure) -> TandemError:
@@ -65,15 +93,15 @@ def error_from_failure(failure: errors_pb2.Failure) -> TandemError:
         return SessionUnknownError("ours")
     if failure.reason == errors_pb2.FAILURE_REASON_OVERLOADED:
         return OverloadedError(text, retry_after_s=_DEFAULT_RETRY_AFTER_S)
+    if failure.reason == errors_pb2.FAILURE_REASON_COMPUTE_FAILED:
+        return PrefillComputeError(text)
     if failure.reason in (
         errors_pb2.FAILURE_REASON_INVALID_REQUEST,
         errors_pb2.FAILURE_REASON_TICKET_REJECTED,
-        errors_pb2.FAILURE_REASON_COMPUTE_FAILED,
     ):
         return ComputeError(text)
-    if failure.reason == errors_pb2.FAILURE_REASON_DEADLINE_EXCEEDED:
-        return PrefillTimeoutError(text, retry_after_s=_DEFAULT_RETRY_AFTER_S)
-    return PrefillUnavailableError(text, retry_after_s=_DEFAULT_RETRY_AFTER_S)
+    kind = _UNAVAILABLE.get(failure.reason, PrefillUnavailableError)
+    return kind(text, retry_after_s=_DEFAULT_RETRY_AFTER_S)
 
 
 def _details(error: AioRpcError) -> tuple[error_details_pb2.ErrorInfo, float]:

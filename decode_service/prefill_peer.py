@@ -29,6 +29,7 @@ _HANDSHAKE_TIMEOUT_S = 5.0
 _FIRST_BACKOFF_S = 0.1
 _LAST_BACKOFF_S = 0.5
 _PROBE_INTERVAL_S = 1.0
+_CLOSE_GRACE_S = 1.0
 
 
 class PeerState(Enum):
@@ -72,7 +73,7 @@ class PrefillPeer:
 
         Args:
             address: host:port from the configuration, for messages.
-            channel: To that address; closed by its owner.
+            channel: To that address; `close` closes it.
             handshake: What is sent; the same at each attempt.
             layout: Layout of our KV.
             probe_timeout_s: Longest time without an answer before it counts as stopped.
@@ -127,6 +128,10 @@ class PrefillPeer:
             else:
                 await asyncio.sleep(backoff_s)
                 backoff_s = min(2 * backoff_s, _LAST_BACKOFF_S)
+
+    async def close(self) -> None:
+        """Close the channel; calls that still end may do so. `run` is not running."""
+        await self._channel.close(_CLOSE_GRACE_S)
 
     async def _shake_hands(self) -> PrefillSession | None:
         try:

@@ -6,6 +6,7 @@ called tandem_*. Units are base units. Each service has its own registry: nothin
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 import threading
@@ -124,6 +125,10 @@ class DecodeMetrics(_ServiceMetrics):
         self.handoff_retries = self._counter(
             "tandem_handoff_retries", "Hand-offs that were tried again on a fresh ticket."
         )
+        self.handoff_retries_denied = self._counter(
+            "tandem_handoff_retries_denied",
+            "Hand-offs that were not tried again because the retry budget was empty.",
+        )
         self._requests = Counter(
             "vllm:request_success",
             "Requests by finish reason.",
@@ -136,6 +141,12 @@ class DecodeMetrics(_ServiceMetrics):
         self._peers = Gauge(
             "tandem_prefill_peer_usable",
             "Whether KV can move from this prefill service.",
+            ["address"],
+            registry=self.registry,
+        )
+        self._breakers = Gauge(
+            "tandem_prefill_breaker_state",
+            "Breaker of this prefill service: 0 closed, 1 half open, 2 open.",
             ["address"],
             registry=self.registry,
         )
@@ -154,6 +165,16 @@ class DecodeMetrics(_ServiceMetrics):
     def peer_usable(self, address: str, is_usable: bool) -> None:
         """Set the state of one configured peer."""
         self._peers.labels(address).set(float(is_usable))
+
+    def prefill_breaker(self, address: str, state: int) -> None:
+        """Set the breaker of one configured peer: 0 closed, 1 half open, 2 open."""
+        self._breakers.labels(address).set(state)
+
+    def forget_prefill(self, address: str) -> None:
+        """Show nothing more of a peer that left the configuration."""
+        for gauge in (self._peers, self._breakers):
+            with contextlib.suppress(KeyError):
+                gauge.remove(address)
 
     def handshake_ended(self, outcome: str) -> None:
         """Count one handshake; outcomes are ok, mismatch and failed."""

@@ -50,6 +50,7 @@ class Act(Enum):
     STALL_AFTER_HALF = auto()
     BREAK_AFTER_HALF = auto()
     FAIL_AFTER_HALF = auto()
+    FAIL_TO_COMPUTE = auto()
     END_AFTER_HALF = auto()
     SEND_WRONG_DIGEST = auto()
     SEND_WRONG_MAC = auto()
@@ -171,13 +172,10 @@ class ScriptedPrefill(pb_grpc.PrefillServiceServicer):
             case Act.BREAK_AFTER_HALF:
                 await context.abort(grpc.StatusCode.UNAVAILABLE, "planned break")
             case Act.FAIL_AFTER_HALF:
-                failure = errors_pb2.Failure(
-                    reason=errors_pb2.FAILURE_REASON_WRITE_FAILED,
-                    message="planned",
-                    layer=1,
-                    rank=0,
-                )
-                await context.write(pb.PrefillResponse(failed=pb.Failed(failure=failure)))
+                await fail(context, errors_pb2.FAILURE_REASON_WRITE_FAILED)
+                return
+            case Act.FAIL_TO_COMPUTE:
+                await fail(context, errors_pb2.FAILURE_REASON_COMPUTE_FAILED)
                 return
             case Act.END_AFTER_HALF:
                 return
@@ -258,6 +256,12 @@ class ScriptedPrefill(pb_grpc.PrefillServiceServicer):
 async def send_receipts(context: Any, receipts: Sequence[handoff_pb2.Receipt]) -> None:
     """One Progress message."""
     await context.write(pb.PrefillResponse(progress=pb.Progress(receipts=receipts)))
+
+
+async def fail(context: Any, reason: errors_pb2.FailureReason) -> None:
+    """The Failed message."""
+    failure = errors_pb2.Failure(reason=reason, message="planned", layer=1, rank=0)
+    await context.write(pb.PrefillResponse(failed=pb.Failed(failure=failure)))
 
 
 async def refuse(context: Any, error: TandemError) -> None:
