@@ -77,7 +77,8 @@ def error_from_rpc(error: AioRpcError) -> TandemError:
         return PrefillDrainingError(text, retry_after_s=retry_after_s)
     if code in _OUR_MISTAKE:
         return ComputeError(text)
-    if code is StatusCode.INTERNAL:
+    # Without details it is gRPC's own word for a connection that broke at a bad moment.
+    if code is StatusCode.INTERNAL and info.reason:
         return PrefillComputeError(text)
     kind = _RETRYABLE.get(code, PrefillUnavailableError)
     return kind(text, retry_after_s=retry_after_s)

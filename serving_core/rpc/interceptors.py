@@ -107,7 +107,9 @@ class ErrorInterceptor(_ServerInterceptor):
             code = grpc.StatusCode.INTERNAL
             error_id = secrets.token_hex(8)
             logger.exception("rpc failed method=%s error_id=%s", method, error_id)
-            await context.abort(code, f"internal error {error_id}; the service's log has it")
+            # With details of ours, so that a caller can tell it from a broken transport.
+            unforeseen = TandemError(f"internal error {error_id}; the service's log has it")
+            await context.abort_with_status(to_rpc_status(unforeseen))
         finally:
             self._observer.rpc_finished(method, _name(code), monotonic() - started)
 

@@ -87,7 +87,14 @@ class ScriptedPrefill(pb_grpc.PrefillServiceServicer):
 
     async def start(self, port: int = 0) -> None:
         """Serve on a port of loopback."""
-        self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+        # Decode pings every second, which a server takes for an attack unless told otherwise.
+        options = [
+            ("grpc.so_reuseport", 0),
+            ("grpc.keepalive_permit_without_calls", 1),
+            ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
+            ("grpc.http2.max_ping_strikes", 0),
+        ]
+        self._server = grpc.aio.server(options=options)
         pb_grpc.add_PrefillServiceServicer_to_server(self, self._server)
         self.address = f"127.0.0.1:{self._server.add_insecure_port(f'127.0.0.1:{port}')}"
         await self._server.start()

@@ -89,6 +89,7 @@ def test_every_reason_of_a_failed_message_has_its_verdict() -> None:
         (E.DeadlineError("planned"), Retry.NEVER),
         (E.InvalidRequestError("field", 1, 2), Retry.NEVER),
         (E.ComputeError("planned"), Retry.ELSEWHERE),
+        (E.TandemError("something unforeseen"), Retry.ELSEWHERE),
     ],
 )
 def test_status_before_the_admission_has_its_verdict(
@@ -116,7 +117,4 @@ def test_only_what_a_peer_alone_can_cause_counts_against_it(code: grpc.StatusCod
         grpc.StatusCode.RESOURCE_EXHAUSTED,
         grpc.StatusCode.DEADLINE_EXCEEDED,
     }
-    if code is grpc.StatusCode.INTERNAL:
-        assert blame is Blame.PEER_IF_OTHERS_SUCCEED
-    else:
-        assert blame is (Blame.NOBODY if code in innocent else Blame.PEER)
+    assert blame is (Blame.NOBODY if code in innocent else Blame.PEER)
