@@ -12,6 +12,10 @@ from serving_core.block_pool import BlockPool
 
 _SERVER_TYPE = "vllm-grpc"
 _ATTENTION_BACKEND = "tandem-dsa"
+# A router opens this path on its own host before it asks for GetTokenizer, and asks a public model
+# hub where it does not exist. What this path names exists everywhere and is no tokenizer, so every
+# router takes our files, from our host, as GetTokenizer prepares them.
+_NO_TOKENIZER_HERE = "/dev/null"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +99,7 @@ class ServiceInfo:
             vocab_size=model.vocab_size,
             supports_vision=False,
             served_model_name=model.served_model_name,
-            tokenizer_path=model.model_path if model.has_tokenizer else "",
+            tokenizer_path=_NO_TOKENIZER_HERE if model.has_tokenizer else "",
             model_type=model.model_type,
             architectures=model.architectures,
             eos_token_ids=model.eos_token_ids,

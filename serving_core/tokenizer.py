@@ -6,29 +6,14 @@ text is refused.
 
 from __future__ import annotations
 
-import io
-import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import tokenizers
 
 from serving_core.errors import CheckpointError, UnsupportedError
+from serving_core.tokenizer_files import TOKENIZER_FILE, default_chat_template, pack
 
-TOKENIZER_FILE = "tokenizer.json"
-# What a router or a client needs to tokenize and to render chats as the model expects.
-_SHIPPED_FILES = (
-    TOKENIZER_FILE,
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.json",
-    "config.json",
-    "generation_config.json",
-)
-_TEMPLATE_PATTERN = "*.jinja"
-# The earliest time that a zip can hold: equal directories give equal archives.
-_ZIP_TIME = (1980, 1, 1, 0, 0, 0)
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 # A character has at most 4 bytes, and so at most 4 tokens. What is still incomplete after twice as
 # many tokens is invalid, and waiting for its end would be waiting for ever.
@@ -59,7 +44,7 @@ class Tokenizer:
         """Reads `tokenizer.json`, if there is one.
 
         Raises:
-            CheckpointError: the file is no tokenizer.
+            CheckpointError: the file is no tokenizer, or a chat template cannot be read.
         """
         path = model_dir / TOKENIZER_FILE
         if not path.exists():
@@ -72,6 +57,7 @@ class Tokenizer:
         # A file may ask for truncation or padding, which suits training batches, not requests.
         backend.no_truncation()
         backend.no_padding()
+        default_chat_template(model_dir)  # a broken one is told now, not to the first router
         return cls(backend, model_dir)
 
     @property
@@ -118,22 +104,12 @@ class Tokenizer:
     def files_zip(self) -> bytes:
         """A zip of the tokenizer's files, the chat templates and the configuration.
 
-        Equal files give equal bytes. Files that the directory lacks are left out.
-
         Raises:
             UnsupportedError: the model has no tokenizer.
+            CheckpointError: a file is not what its name says.
         """
         self._require("tokenizer")
-        templates = sorted(path.name for path in self._model_dir.glob(_TEMPLATE_PATTERN))
-        archive = io.BytesIO()
-        with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as target:
-            for name in (*_SHIPPED_FILES, *templates):
-                path = self._model_dir / name
-                if path.is_file():
-                    entry = zipfile.ZipInfo(name, date_time=_ZIP_TIME)
-                    entry.compress_type = zipfile.ZIP_DEFLATED
-                    target.writestr(entry, path.read_bytes())
-        return archive.getvalue()
+        return pack(self._model_dir)
 
 
 class IncrementalDetokenizer:

@@ -79,10 +79,15 @@ def test_streamed_completion_has_the_same_text(services: RunningServices) -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
-def test_chat_is_served(services: RunningServices, stream: bool) -> None:
+def test_chat_recalls_the_fact(services: RunningServices, stream: bool) -> None:
+    """The model's own template makes the same prompt of two messages."""
+    context, name = QUESTION.prompt.removeprefix("<bos> ").split(" ? ")
     body = {
         "model": MODEL,
-        "messages": [{"role": "user", "content": QUESTION.prompt}],
+        "messages": [
+            {"role": "system", "content": context},
+            {"role": "user", "content": f"? {name}"},
+        ],
         "max_tokens": 3,
         "temperature": 0,
         "stream": stream,
@@ -93,7 +98,7 @@ def test_chat_is_served(services: RunningServices, stream: bool) -> None:
         text = "".join(event["choices"][0]["delta"].get("content") or "" for event in events(reply))
     else:
         text = json.loads(reply)["choices"][0]["message"]["content"]
-    assert len(text.split()) == 3
+    assert text.split() == QUESTION.answer.split()
 
 
 @pytest.mark.slow

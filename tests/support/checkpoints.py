@@ -68,6 +68,13 @@ _DEEPSEEK_GROUPS: Mapping[str, Any] = {"n_group": 4, "topk_group": 2}
 
 CHECKPOINT_NAMES = ("ds_plain", "ds_yarn", "glm_plain", "glm_shared")
 
+# What the chain checkpoint says after any prompt, over and over: no byte comes twice, characters of
+# one to four bytes, and one token a byte.
+CHAIN_TEXT = "aéb数c\N{GRINNING FACE}d"
+# After the layers' norm a one-hot row has the length sqrt(hidden_size), 11.3: the next token of the
+# chain leads by 2.8, which greedy decoding always takes and sampling at temperature 1 rarely.
+_CHAIN_LEAD = 0.25
+
 
 def write_tiny_checkpoint(
     name: str, directory: Path, *, max_shard_size: str = "1GB", tokenizer: bool = True
@@ -82,6 +89,36 @@ def write_tiny_checkpoint(
     model.save_pretrained(directory, max_shard_size=max_shard_size)
     if tokenizer:
         write_byte_tokenizer(directory)
+    return directory
+
+
+def write_chain_checkpoint(directory: Path, name: str = "ds_plain") -> Path:
+    """Writes a checkpoint that greedily says CHAIN_TEXT, then <eos>, then all of it again.
+
+    The tokens of the text and <eos> follow one another in a ring; any other token is followed by
+    the text's first. Attention runs, but what it finds has no weight.
+    """
+    model = _build(name)
+    _randomise(model, torch.Generator().manual_seed(7))
+    write_byte_tokenizer(directory)
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    ring = [*tokenizer.encode(CHAIN_TEXT).ids, EOS_TOKEN_ID]
+    assert len(set(ring)) == len(ring)
+    tensors = dict(model.named_parameters())
+    with torch.no_grad():
+        for tensor_name, tensor in tensors.items():
+            if "o_proj" in tensor_name or "down_proj" in tensor_name:
+                tensor.zero_()
+        tensors["model.norm.weight"].fill_(1.0)
+        embedding, head = tensors["model.embed_tokens.weight"], tensors["lm_head.weight"]
+        embedding.zero_()
+        head.zero_()
+        embedding[:, len(ring) - 1] = 1.0  # like <eos>
+        for index, token_id in enumerate(ring):
+            embedding[token_id] = 0.0
+            embedding[token_id, index] = 1.0
+            head[ring[(index + 1) % len(ring)], index] = _CHAIN_LEAD
+    model.save_pretrained(directory)
     return directory
 
 
@@ -128,6 +165,7 @@ def _randomise(model: torch.nn.Module, generator: torch.Generator) -> None:
 
 def write_byte_tokenizer(directory: Path) -> None:
     """Writes a byte-level `tokenizer.json`: three special tokens, then one token a byte."""
+    directory.mkdir(parents=True, exist_ok=True)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {"<pad>": PAD_TOKEN_ID, "<bos>": BOS_TOKEN_ID, "<eos>": EOS_TOKEN_ID}
     vocab |= {piece: NUM_SPECIAL_TOKENS + index for index, piece in enumerate(alphabet)}

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import random
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -183,22 +181,3 @@ def save_to(directory: Path, backend: tokenizers.Tokenizer) -> Path:
     directory.mkdir()
     backend.save(str(directory / "tokenizer.json"))
     return directory
-
-
-def test_tokenizer_files_zip_holds_what_a_client_needs(recall_dir: Path, tmp_path: Path) -> None:
-    for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
-        (tmp_path / name).write_bytes((recall_dir / name).read_bytes())
-    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
-    (tmp_path / "model.safetensors").write_bytes(b"large")
-    tokenizer = Tokenizer.from_dir(tmp_path)
-    archive = tokenizer.files_zip()
-    with zipfile.ZipFile(io.BytesIO(archive)) as opened:
-        names = opened.namelist()
-        assert opened.read("tokenizer.json") == (tmp_path / "tokenizer.json").read_bytes()
-    assert sorted(names) == [
-        "chat_template.jinja",
-        "config.json",
-        "tokenizer.json",
-        "tokenizer_config.json",
-    ]
-    assert tokenizer.files_zip() == archive
