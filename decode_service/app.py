@@ -24,6 +24,7 @@ from decode_service.graph_runner import GraphRunner, StepObserver
 from decode_service.handoff import HandoffTools
 from decode_service.kv_memory import EngineFactory, KvMemory, make_kv_memory
 from decode_service.kv_receive import KvReceiver
+from decode_service.landings import make_landings
 from decode_service.loop_mailbox import LoopMailbox
 from decode_service.prefill_peer import PROTOCOL_VERSION, PeerState, PrefillPeer
 from decode_service.prefill_pool import PrefillPool
@@ -140,14 +141,14 @@ class App:
             on_can_move_kv=lambda _: self._health_changed.set(),
             clock=time.monotonic,
         )
-        self._revoker = TicketRevoker(
-            table=parts.memory.table,
-            blocks=self._blocks,
-            memory=parts.memory.target,
-            revoke_timeout_s=parts.config.revoke_timeout_s,
-            reap_interval_s=parts.config.reap_interval_s,
+        self._landings = make_landings(
+            parts.config,
+            parts.memory,
+            self._blocks,
             on_quarantine=self._peers.peer_changed,
+            on_fence=parts.metrics.kv_fences.inc,
         )
+        self._revoker = TicketRevoker(revoke_timeout_s=parts.config.revoke_timeout_s)
 
     @property
     def address(self) -> str:
@@ -228,7 +229,7 @@ class App:
             logger.error("the compute thread did not end within %.1f s", _STOP_TIMEOUT_S)
         self._executor.shutdown(wait=False, cancel_futures=True)
         self._memory.pool.check_integrity()
-        self._memory.target.close()
+        await self._landings.close()
         if self._metrics_server is not None:
             await asyncio.to_thread(self._metrics_server.close)
             self._metrics_server = None
@@ -252,7 +253,7 @@ class App:
             revoker=self._revoker,
             executor=self._executor,
             metrics=metrics,
-            num_components=memory.layout.num_components,
+            layout=memory.layout,
             vocab_size=self._parts.served.model.config.vocab_size,
             lease_s=config.lease_s,
             renew_interval_s=config.renew_interval_s,
@@ -320,9 +321,9 @@ class App:
                 protocol_version=PROTOCOL_VERSION,
                 decode_incarnation=memory.decode_incarnation,
                 layout=wire.layout_to_proto(memory.layout),
-                region=wire.region_to_proto(memory.region, memory.target.descriptor),
                 max_model_len=self._parts.served.max_model_len,
             ),
+            landings=self._landings,
             layout=memory.layout,
             probe_timeout_s=self._config.prefill_silence_s,
             on_change=on_change,

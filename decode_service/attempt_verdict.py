@@ -12,6 +12,7 @@ from decode_service.prefill_errors import (
     PrefillComputeError,
     PrefillDrainingError,
     PrefillLeaseError,
+    PrefillLinkError,
     PrefillSilentError,
     PrefillTimeoutError,
 )
@@ -65,6 +66,7 @@ _VERDICTS: tuple[tuple[type[TandemError], Verdict], ...] = (
         SessionUnknownError,
         Verdict(retry=Retry.ANYWHERE, blame=Blame.PEER, drops_session=True),
     ),
+    (PrefillLinkError, Verdict(retry=Retry.ANYWHERE, blame=Blame.PEER, drops_session=True)),
     # The request's own time ran out, or our pool stayed full.
     (PrefillTimeoutError, _FINAL),
     (

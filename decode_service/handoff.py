@@ -8,6 +8,7 @@ Event loop thread only; digests are computed on an executor.
 """
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor
@@ -15,10 +16,13 @@ from dataclasses import dataclass
 
 from decode_service.block_queue import BlockQueue
 from decode_service.handoff_stream import DEFAULT_SILENCE_S, HandoffStream
+from decode_service.landing import Revocation
 from decode_service.prefill_errors import PrefillTimeoutError
 from decode_service.prefill_pool import ChosenPeer
-from decode_service.ticket_revoker import Revocation, TicketRevoker
+from decode_service.ticket_revoker import TicketRevoker
 from kv_transfer.errors import KvTransferError, QuarantineFullError
+from kv_transfer.landing import ReceiptCheck
+from kv_transfer.layout import KvLayout
 from kv_transfer.receiver import ReservationTable
 from kv_transfer.reservation import Reservation
 from kv_transfer.spans import RowRange
@@ -40,6 +44,8 @@ from tandem.v1 import prefill_service_pb2 as pb
 # Prefill's own deadline comes a little later than ours, so that ours decides.
 _DEADLINE_SLACK_S = 1.0
 _MAX_UNVERIFIED_RECEIPTS = 4096
+
+_Memory = tuple[tuple[int, ...], tuple[int, ...]]  # blocks, slots
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +107,7 @@ class HandoffTools:
         revoker: Takes over after a fault.
         executor: Where digests are computed.
         metrics: Counts.
-        num_components: KV components summed over all layers.
+        layout: Of our KV.
         vocab_size: Token ids lie below it.
         lease_s: How long a ticket lives without a Renew.
         renew_interval_s: Time between two Renews.
@@ -116,7 +122,7 @@ class HandoffTools:
     revoker: TicketRevoker
     executor: Executor
     metrics: DecodeMetrics
-    num_components: int
+    layout: KvLayout
     vocab_size: int
     lease_s: float
     renew_interval_s: float
@@ -135,6 +141,7 @@ class Handoff:
         self._request = request
         self._chosen = chosen
         self._tools = tools
+        self._landing = chosen.session.landing
         self._handoff_id = handoff_id
         self._was_admitted = False
         self._first: pb.First | None = None
@@ -163,11 +170,11 @@ class Handoff:
         )
         try:
             await self._start(stream, time_left_s)
-            block_ids = await self._take_blocks(stream)
+            block_ids, slots = await self._take_memory(stream)
         except BaseException:
             stream.close()
             raise
-        return await self._run_granted(stream, self._reserve(block_ids, stream))
+        return await self._run_granted(stream, self._reserve(block_ids, slots, stream))
 
     async def _start(self, stream: HandoffStream, time_left_s: float) -> None:
         request = self._request
@@ -193,9 +200,9 @@ class Handoff:
         if found != kind:
             raise PrefillUnavailableError(f"prefill sent {found} instead of {kind}")
 
-    async def _take_blocks(self, stream: HandoffStream) -> tuple[int, ...]:
-        """Wait in line for blocks, unless prefill gives up meanwhile."""
-        taking = asyncio.create_task(self._tools.blocks.take(self._request.num_blocks))
+    async def _take_memory(self, stream: HandoffStream) -> _Memory:
+        """Wait in line for blocks and slots, unless prefill gives up meanwhile."""
+        taking = asyncio.create_task(self._take_blocks_and_slots())
         reading = asyncio.create_task(stream.next_message())
         try:
             await asyncio.wait((taking, reading), return_when=asyncio.FIRST_COMPLETED)
@@ -217,24 +224,41 @@ class Handoff:
             # The stream keeps the message for the next reader.
             reading.cancel()
 
-    def _leave_line(self, taking: "asyncio.Task[tuple[int, ...]]") -> None:
-        if not taking.cancel() and not taking.cancelled() and taking.exception() is None:
-            self._tools.blocks.give_back(taking.result())
+    async def _take_blocks_and_slots(self) -> _Memory:
+        """Blocks first, always: two that wait for each other's would wait for ever."""
+        block_ids = await self._tools.blocks.take(self._request.num_blocks)
+        try:
+            return block_ids, await self._landing.take_slots()
+        except BaseException:
+            self._tools.blocks.give_back(block_ids)
+            raise
 
-    def _reserve(self, block_ids: tuple[int, ...], stream: HandoffStream) -> Reservation:
-        """Issue the ticket. On a refusal nothing was granted, so the blocks go straight back."""
+    def _leave_line(self, taking: "asyncio.Task[_Memory]") -> None:
+        if not taking.cancel() and not taking.cancelled() and taking.exception() is None:
+            self._give_back(*taking.result())
+
+    def _give_back(self, block_ids: tuple[int, ...], slots: tuple[int, ...]) -> None:
+        """Return what nothing was granted of."""
+        self._landing.give_back_slots(slots)
+        self._tools.blocks.give_back(block_ids)
+
+    def _reserve(
+        self, block_ids: tuple[int, ...], slots: tuple[int, ...], stream: HandoffStream
+    ) -> Reservation:
+        """Issue the ticket. On a refusal nothing was granted, so the memory goes straight back."""
         tools = self._tools
         ticket = tools.issuer.issue(
             prefill_incarnation=self._chosen.session.prefill_incarnation,
             block_ids=block_ids,
             rows=RowRange(0, len(self._request.prompt_token_ids)),
             lease_s=tools.lease_s,
+            slots=slots,
         )
         try:
-            return tools.table.reserve(ticket, peer=self._chosen.peer.address)
+            return self._landing.reserve(ticket, peer=self._chosen.peer.address)
         except KvTransferError as error:
             tools.issuer.retire(ticket.id)
-            tools.blocks.give_back(block_ids)
+            self._give_back(block_ids, slots)
             stream.close()
             if isinstance(error, QuarantineFullError):
                 raise PrefillUnavailableError(str(error)) from error
@@ -249,11 +273,13 @@ class Handoff:
             revocation = Revocation(
                 ticket=ticket,
                 peer=self._chosen.peer,
+                session=self._chosen.session,
                 stream=stream,
                 cause=type(error).__name__,
             )
-            self._tools.revoker.revoke(revocation)
+            self._tools.revoker.revoke(revocation, self._landing)
             raise
+        self._landing.committed(ticket)
         self._tools.revoker.finish(stream)
         return landed
 
@@ -273,7 +299,7 @@ class Handoff:
         try:
             async with asyncio.TaskGroup() as group:
                 renewing = group.create_task(self._renew(stream, reservation))
-                verifying = group.create_task(self._verify(receipts, reservation))
+                verifying = group.create_task(self._verify(stream, receipts, reservation))
                 await self._read(stream, receipts)
                 await receipts.put(None)
                 await verifying
@@ -285,13 +311,16 @@ class Handoff:
         self, stream: HandoffStream, receipts: "asyncio.Queue[handoff_pb2.Receipt | None]"
     ) -> None:
         """Read until First and receipts for every row have come."""
-        num_missing_rows = len(self._request.prompt_token_ids) * self._tools.num_components
+        layout = self._tools.layout
+        num_missing_rows = len(self._request.prompt_token_ids) * layout.num_components
         while num_missing_rows > 0 or self._first is None:
             message = await stream.next_message()
             kind = "the end" if message is None else message.WhichOneof("message")
             if message is not None and kind == "progress":
                 for receipt in message.progress.receipts:
-                    num_missing_rows -= receipt.row_end - receipt.row_start
+                    if receipt.layer < len(layout.layers):  # else the verifier refuses it
+                        num_covered = layout.num_covered(receipt.layer, receipt.component)
+                        num_missing_rows -= (receipt.row_end - receipt.row_start) * num_covered
                     await receipts.put(receipt)
             elif message is not None and kind == "first" and self._first is None:
                 self._take_first(message.first)
@@ -309,17 +338,18 @@ class Handoff:
 
     async def _verify(
         self,
+        stream: HandoffStream,
         receipts: "asyncio.Queue[handoff_pb2.Receipt | None]",
         reservation: Reservation,
     ) -> None:
         """Check receipts in the order of their arrival, while later layers still compute."""
-        loop = asyncio.get_running_loop()
         metrics = self._tools.metrics
+        ticket_id = reservation.ticket.id
         while (message := await receipts.get()) is not None:
             try:
                 check = reservation.begin(wire.receipt_from_proto(message))
                 started_s = self._tools.clock()
-                digest = await loop.run_in_executor(self._tools.executor, check.digest)
+                digest = await self._land(check)
                 metrics.verify_seconds.observe(self._tools.clock() - started_s)
                 reservation.confirm(check, digest)
             except (KvTransferError, InvalidRequestError) as error:
@@ -327,6 +357,24 @@ class Handoff:
                 raise KvCorruptError(f"a receipt was refused: {error}") from error
             metrics.received_bytes.inc(check.receipt.size_bytes)
             self._pushed_bytes += check.receipt.size_bytes
+            if check.receipt.slot is not None:
+                freed = pb.SlotsFreed(ticket_id=ticket_id, slots=[check.receipt.slot])
+                await stream.send(pb.PrefillRequest(slots_freed=freed))
+
+    async def _land(self, check: ReceiptCheck) -> int:
+        """Look at the bytes of a receipt, and move them where they are staged.
+
+        A wait that is cancelled ends only when the executor has: until then blocks are written.
+        """
+        loop = asyncio.get_running_loop()
+        landing = loop.run_in_executor(self._tools.executor, check.land)
+        try:
+            return await asyncio.shield(landing)
+        except asyncio.CancelledError:
+            while not landing.done():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.wait((landing,))
+            raise
 
     async def _renew(self, stream: HandoffStream, reservation: Reservation) -> None:
         ticket_id = reservation.ticket.id

@@ -12,6 +12,7 @@ import grpc
 
 from decode_service.prefill_errors import PrefillSilentError, error_from_failure, error_from_rpc
 from serving_core.errors import PrefillUnavailableError, TandemError
+from tandem.v1 import errors_pb2
 from tandem.v1 import prefill_service_pb2 as pb
 
 # Prefill sends a heartbeat twice a second.
@@ -23,7 +24,7 @@ class StreamEnd(Enum):
 
     OPEN = "open"
     QUIET = "quiet"  # prefill said so: Failed, Drained, or OK after its last receipt
-    BROKEN = "broken"  # nobody said anything
+    BROKEN = "broken"  # nobody said anything, or that it cannot be known
 
 
 class HandoffStream:
@@ -88,8 +89,10 @@ class HandoffStream:
         if message is None:
             self._end = StreamEnd.QUIET
         elif message.HasField("failed"):
-            self._end = StreamEnd.QUIET
-            raise error_from_failure(message.failed.failure)
+            failure = message.failed.failure
+            is_broken = failure.reason == errors_pb2.FAILURE_REASON_LINK_BROKEN
+            self._end = StreamEnd.BROKEN if is_broken else StreamEnd.QUIET
+            raise error_from_failure(failure)
         elif message.HasField("drained"):
             self._end = StreamEnd.QUIET
         return message
@@ -111,12 +114,17 @@ class HandoffStream:
             return self._end is StreamEnd.QUIET
         return self._end is StreamEnd.QUIET
 
-    async def wait_end(self) -> None:
-        """Read until the stream has ended, however it ends. The caller bounds the wait."""
+    async def finish(self) -> None:
+        """Close our side, and read until the stream has ended, however it ends.
+
+        The caller bounds the wait.
+        """
         try:
+            async with self._write_lock:
+                await self._call.done_writing()
             while self._end is StreamEnd.OPEN:
                 await self.next_message()
-        except TandemError:
+        except (TandemError, grpc.aio.AioRpcError, asyncio.InvalidStateError):
             # After the commit nothing depends on the stream any more; `end` tells how it was.
             return
 

@@ -14,6 +14,7 @@ from serving_core.config import DecodeConfig
 from serving_core.kv_regions import (
     cache_over_target,
     kv_layout,
+    pool_memory,
     target_region_map,
     target_size_bytes,
 )
@@ -30,8 +31,10 @@ class KvMemory:
 
     Attributes:
         decode_incarnation: New at each start of this process.
-        target: The memory.
-        cache: The same memory as tensors.
+        engine: How rows come.
+        target: The pool's memory where rows are written straight into blocks; None where they come
+            through staging rings.
+        cache: The pool as tensors.
         layout: What the rows look like.
         region: Where they lie.
         pool: Which blocks are free.
@@ -41,7 +44,8 @@ class KvMemory:
     """
 
     decode_incarnation: str
-    target: TargetMemory
+    engine: TransferEngine
+    target: TargetMemory | None
     cache: PagedKvCache
     layout: KvLayout
     region: RegionMap
@@ -58,16 +62,24 @@ def make_kv_memory(
     *,
     clock: Callable[[], float],
 ) -> KvMemory:
-    """Allocate the memory, all of it now.
+    """Allocate the pool's memory, all of it now.
 
     Raises:
         TargetAllocationError: It cannot be had.
     """
     sizes = {"num_blocks": config.num_kv_blocks, "block_size": config.block_size}
-    target = engine.create_target(target_size_bytes(model.kv_components, **sizes))
-    cache = cache_over_target(target, model.kv_components, **sizes)
+    target: TargetMemory | None = None
+    if engine.can_fence_writer:
+        target = engine.create_target(target_size_bytes(model.kv_components, **sizes))
+        cache = cache_over_target(target, model.kv_components, **sizes)
+        memory, address = target.buffer, target.address
+    else:
+        cache = PagedKvCache.allocate(
+            model.kv_components, num_blocks=config.num_kv_blocks, block_size=config.block_size
+        )
+        memory, address = pool_memory(cache).view, pool_memory(cache).address
     layout = kv_layout(model, config.block_size, model.fingerprint)
-    region = target_region_map(cache, target.address)
+    region = target_region_map(cache, address)
     incarnation = f"decode-{secrets.token_hex(8)}"
     issuer = TicketIssuer(incarnation)
     max_quarantined_blocks = config.quarantine_cap_blocks or max(
@@ -77,7 +89,7 @@ def make_kv_memory(
         issuer=issuer,
         layout=layout,
         region=region,
-        memory=target.buffer,
+        memory=memory,
         clock=clock,
         limits=ReceiverLimits(
             max_quarantined_blocks_per_peer=max_quarantined_blocks,
@@ -87,6 +99,7 @@ def make_kv_memory(
     )
     return KvMemory(
         decode_incarnation=incarnation,
+        engine=engine,
         target=target,
         cache=cache,
         layout=layout,

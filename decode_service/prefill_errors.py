@@ -25,6 +25,10 @@ class PrefillTimeoutError(PrefillUnavailableError):
     """Prefill waited too long for the grant, or for the end of the request."""
 
 
+class PrefillLinkError(PrefillUnavailableError):
+    """The way the KV takes broke; a new handshake makes a new one."""
+
+
 class PrefillSilentError(PrefillUnavailableError):
     """Prefill keeps the connection but says nothing, not even a heartbeat: it is stopped."""
 
@@ -54,6 +58,7 @@ _UNAVAILABLE: Mapping[errors_pb2.FailureReason, type[PrefillUnavailableError]] =
     errors_pb2.FAILURE_REASON_DEADLINE_EXCEEDED: PrefillTimeoutError,
     errors_pb2.FAILURE_REASON_DRAINING: PrefillDrainingError,
     errors_pb2.FAILURE_REASON_LEASE_EXPIRED: PrefillLeaseError,
+    errors_pb2.FAILURE_REASON_LINK_BROKEN: PrefillLinkError,
 }
 
 

@@ -15,9 +15,11 @@ from enum import Enum
 
 import grpc
 
+from decode_service.landing import Landing, Landings
 from decode_service.prefill_errors import error_from_rpc
+from kv_transfer.errors import KvTransferError
 from kv_transfer.layout import KvLayout, compare
-from serving_core.errors import LayoutMismatchError, TandemError
+from serving_core.errors import LayoutMismatchError, PrefillUnavailableError, TandemError
 from serving_core.rpc import wire
 from tandem.v1 import prefill_service_pb2 as pb
 from tandem.v1 import prefill_service_pb2_grpc as pb_grpc
@@ -48,11 +50,13 @@ class PrefillSession:
         session_id: Names it in Start.
         prefill_incarnation: The process that agreed.
         max_prompt_tokens: Longest prompt that fits its empty pool.
+        landing: Where it pushes.
     """
 
     session_id: str
     prefill_incarnation: str
     max_prompt_tokens: int
+    landing: Landing
 
 
 class PrefillPeer:
@@ -64,6 +68,7 @@ class PrefillPeer:
         address: str,
         channel: grpc.aio.Channel,
         handshake: pb.HandshakeRequest,
+        landings: Landings,
         layout: KvLayout,
         probe_timeout_s: float,
         on_change: Callable[["PrefillPeer"], None],
@@ -74,7 +79,8 @@ class PrefillPeer:
         Args:
             address: host:port from the configuration, for messages.
             channel: To that address; `close` closes it.
-            handshake: What is sent; the same at each attempt.
+            handshake: What is sent at each attempt, but for the region.
+            landings: Makes the place where it pushes, one for each valid handshake.
             layout: Layout of our KV.
             probe_timeout_s: Longest time without an answer before it counts as stopped.
             on_change: Called after each change of state.
@@ -85,6 +91,8 @@ class PrefillPeer:
         self.num_pending_tokens = 0
         self._channel = channel
         self._handshake = handshake
+        self._landings = landings
+        self._landing: Landing | None = None
         self._layout = layout
         self._probe_timeout_s = probe_timeout_s
         self._on_change = on_change
@@ -124,21 +132,36 @@ class PrefillPeer:
         while True:
             if (session := await self._shake_hands()) is not None:
                 backoff_s = _FIRST_BACKOFF_S
-                await self._watch(session)
+                try:
+                    await self._watch(session)
+                finally:
+                    self._landing = None
+                    await session.landing.retire()
             else:
                 await asyncio.sleep(backoff_s)
                 backoff_s = min(2 * backoff_s, _LAST_BACKOFF_S)
 
     async def close(self) -> None:
         """Close the channel; calls that still end may do so. `run` is not running."""
+        if self._landing is not None:
+            await self._landing.retire()
         await self._channel.close(_CLOSE_GRACE_S)
 
     async def _shake_hands(self) -> PrefillSession | None:
         try:
+            # Kept until a handshake succeeds with it: to make one may start a process.
+            if self._landing is None:
+                self._landing = await self._landings.open()
+            landing = self._landing
+            request = pb.HandshakeRequest(region=landing.region)
+            request.MergeFrom(self._handshake)
             reply = await self.stub.Handshake(
-                self._handshake, timeout=_HANDSHAKE_TIMEOUT_S, wait_for_ready=False
+                request, timeout=_HANDSHAKE_TIMEOUT_S, wait_for_ready=False
             )
             self._check_layout(reply)
+        except KvTransferError as error:
+            self._refuse(PrefillUnavailableError(f"no memory to push to: {error}"))
+            return None
         except grpc.aio.AioRpcError as error:
             self._refuse(error_from_rpc(error))
             return None
@@ -149,6 +172,7 @@ class PrefillPeer:
             session_id=reply.session_id,
             prefill_incarnation=reply.prefill_incarnation,
             max_prompt_tokens=reply.max_prompt_tokens,
+            landing=landing,
         )
         self._max_prompt_tokens = reply.max_prompt_tokens
         self._last_problem = ""

@@ -53,6 +53,11 @@ class LayerLayout:
         _check(bool(names), "layer.components", "empty", "not empty")
         _check(len(set(names)) == len(names), "layer.components", names, "unique names")
 
+    @property
+    def row_bytes(self) -> int:
+        """Size of one token's row of all components."""
+        return sum(component.row_bytes for component in self.components)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvLayout:
@@ -91,6 +96,10 @@ class KvLayout:
     def num_components(self) -> int:
         """Number of components summed over all layers."""
         return sum(len(layer.components) for layer in self.layers)
+
+    def num_covered(self, layer: int, component: str) -> int:
+        """Return how many components a receipt names: one, or all of the layer."""
+        return 1 if component else len(self.layers[layer].components)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,6 +172,38 @@ class RegionMap:
     size_bytes: int
     base_address: int
     components: tuple[ComponentRegion, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagingMap:
+    """The slots of a staging ring, as offsets in a target; slot i begins at i * slot_bytes.
+
+    Attributes:
+        num_blocks: Blocks of the pool that the rows are copied to in the end.
+        num_slots: Number of slots.
+        slot_bytes: Size of each.
+    """
+
+    num_blocks: int
+    num_slots: int
+    slot_bytes: int
+
+    @property
+    def size_bytes(self) -> int:
+        """Length of the ring."""
+        return self.num_slots * self.slot_bytes
+
+    def rows_per_slot(self, layout: KvLayout) -> tuple[int, ...]:
+        """Return, for each layer, how many rows of all its components fit one slot.
+
+        Raises:
+            LayoutError: There is no slot, or not one row fits.
+        """
+        _check(self.num_blocks > 0, "region.num_blocks", self.num_blocks, ">= 1")
+        _check(self.num_slots > 0, "region.num_slots", self.num_slots, ">= 1")
+        widest = max(layer.row_bytes for layer in layout.layers)
+        _check(self.slot_bytes >= widest, "region.slot_bytes", self.slot_bytes, f">= {widest}")
+        return tuple(self.slot_bytes // layer.row_bytes for layer in layout.layers)
 
 
 def with_block_size(layout: KvLayout, block_size: int) -> KvLayout:

@@ -6,6 +6,7 @@ ended is buried: it is refused until every message that could still carry it is 
 """
 
 from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kv_transfer.errors import PushQueueFullError, PushRefusedError
@@ -34,16 +35,36 @@ class PushLimits:
     max_buried: int = 1 << 18
 
 
+def _any_number(layer: int) -> int | None:  # noqa: ARG001  one answer for every layer
+    return None
+
+
 class PushBoard:
     """Open tickets of one pipeline. Guarded by its owner's lock."""
 
-    def __init__(self, *, num_layers: int, limits: PushLimits) -> None:
-        """Start without tickets."""
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        limits: PushLimits,
+        max_rows: Callable[[int], int | None] = _any_number,
+        uses_slots: bool = False,
+    ) -> None:
+        """Start without tickets.
+
+        Args:
+            num_layers: Layers of the model.
+            limits: Bounds.
+            max_rows: Most rows of one item, by layer; None for any number.
+            uses_slots: Whether an item needs a slot of its ticket.
+        """
         self._num_layers = num_layers
         self._limits = limits
+        self._max_rows = max_rows
+        self._uses_slots = uses_slots
         self._max_items_per_job = limits.max_queued_chunks * num_layers
         self._open: dict[bytes, OpenJob] = {}
-        self._turns: deque[OpenJob] = deque()  # have items and are not being written
+        self._turns: deque[OpenJob] = deque()  # those that can be taken
         self._buried: OrderedDict[bytes, float] = OrderedDict()  # id -> when to forget it
         self._next_sequence = 0
         # No open ticket stops before this time; renewals may make it too early, never too late.
@@ -89,7 +110,12 @@ class PushBoard:
         if len(self._open) + len(self._buried) >= self._limits.max_buried:
             raise PushQueueFullError(f"{self._limits.max_buried} ticket ids are remembered already")
         first_row = job.ticket.rows.start
-        entry = OpenJob(job=job, stop_at_s=0.0, next_rows=[first_row] * self._num_layers)
+        entry = OpenJob(
+            job=job,
+            stop_at_s=0.0,
+            next_rows=[first_row] * self._num_layers,
+            free_slots=deque(job.ticket.slots) if self._uses_slots else None,
+        )
         entry.renew(now_s)
         self._next_stop_s = min(self._next_stop_s, entry.stop_at_s)
         self._open[ticket_id] = entry
@@ -119,20 +145,40 @@ class PushBoard:
             raise PushRefusedError("rows.start", rows.start, f">= {entry.next_rows[layer]}")
         if entry.is_finished:
             raise PushRefusedError("ticket", entry.ticket_id.hex(), "not finished")
-        if len(entry.items) >= self._max_items_per_job:
+        parts = _split(rows, self._max_rows(layer))
+        if len(entry.items) + len(parts) > self._max_items_per_job:
             raise PushQueueFullError(f"{self._max_items_per_job} items of one ticket wait already")
         entry.next_rows[layer] = rows.end
-        item = PushItem(
-            layer=layer,
-            rows=rows,
-            chunk=chunk,
-            event=event,
-            sequence=self._next_sequence,
-            deadline_s=now_s + self._limits.event_timeout_s,
-        )
-        self._next_sequence += 1
-        entry.items.append(item)
-        if len(entry.items) == 1 and not entry.is_writing:
+        for part in parts:
+            item = PushItem(
+                layer=layer,
+                rows=part,
+                chunk=chunk,
+                event=event,
+                sequence=self._next_sequence,
+                deadline_s=now_s + self._limits.event_timeout_s,
+            )
+            self._next_sequence += 1
+            entry.items.append(item)
+        self._line_up(entry)
+
+    def free_slots(self, entry: OpenJob, slots: Sequence[int]) -> None:
+        """Let slots be written again.
+
+        Raises:
+            PushRefusedError: One of them is not the ticket's, or was not written.
+        """
+        for slot in slots:
+            if entry.free_slots is None or slot not in entry.job.ticket.slots:
+                raise PushRefusedError("slot", slot, "a slot of the ticket")
+            if slot in entry.free_slots:
+                raise PushRefusedError("slot", slot, "a slot that was written")
+            entry.free_slots.append(slot)
+        self._line_up(entry)
+
+    def _line_up(self, entry: OpenJob) -> None:
+        """Give a ticket its turn as soon as it can be taken."""
+        if entry.can_be_taken and entry not in self._turns:
             self._turns.append(entry)
 
     def take(self, now_s: float) -> tuple[OpenJob, PushItem] | None:
@@ -148,8 +194,7 @@ class PushBoard:
                     self._turns.append(entry)
                     continue
                 item.expire()
-            entry.items.popleft()
-            entry.is_writing = True
+            entry.take_item()
             return entry, item
         return None
 
@@ -162,8 +207,7 @@ class PushBoard:
         entry.is_writing = False
         # Its lease may have ended during the write, when `expired` left it out.
         self._next_stop_s = min(self._next_stop_s, entry.stop_at_s)
-        if entry.items:
-            self._turns.append(entry)
+        self._line_up(entry)
 
     def close(self, entry: OpenJob, now_s: float) -> None:
         """End a ticket for good."""
@@ -210,6 +254,13 @@ class PushBoard:
             if until_s > now_s:
                 return
             del self._buried[ticket_id]
+
+
+def _split(rows: RowRange, max_rows: int | None) -> list[RowRange]:
+    if max_rows is None:
+        return [rows]
+    starts = range(rows.start, rows.end, max_rows)
+    return [RowRange(start, min(start + max_rows, rows.end)) for start in starts]
 
 
 def _sequence(item: PushItem) -> int:

@@ -75,6 +75,7 @@ class PushItem:
     sequence: int
     deadline_s: float
     error: KvTransferError | None = None
+    slot: int | None = None
 
     def poll(self, timeout_s: float) -> bool:
         """Tell whether the item can be taken: its event is complete, or has failed."""
@@ -110,6 +111,7 @@ class OpenJob:
         job: What was asked.
         stop_at_s: When the writer stops by itself.
         next_rows: First row of each layer that was not submitted yet.
+        free_slots: Slots that may be written; None where rows go straight into blocks.
         items: What waits, in submit order.
         is_writing: Whether a thread is at one of its items.
         is_revoked: Whether it must end without a word.
@@ -120,6 +122,7 @@ class OpenJob:
     job: PushJob
     stop_at_s: float
     next_rows: list[int]
+    free_slots: deque[int] | None = None
     items: deque[PushItem] = field(default_factory=deque)
     is_writing: bool = False
     is_revoked: bool = False
@@ -135,6 +138,19 @@ class OpenJob:
     def is_done(self) -> bool:
         """Whether everything was submitted and written."""
         return self.is_finished and not self.items and not self.is_writing
+
+    @property
+    def can_be_taken(self) -> bool:
+        """Whether an item waits that nothing but its event may hold up."""
+        return bool(self.items) and not self.is_writing and self.free_slots != deque()
+
+    def take_item(self) -> PushItem:
+        """Hand out the first item together with a slot, if it needs one."""
+        item = self.items.popleft()
+        if self.free_slots is not None:
+            item.slot = self.free_slots.popleft()
+        self.is_writing = True
+        return item
 
     def renew(self, now_s: float) -> None:
         """Let the lease count again."""

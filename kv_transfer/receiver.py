@@ -20,8 +20,9 @@ from kv_transfer.errors import (
     QuarantineFullError,
     StaleTicketError,
 )
+from kv_transfer.landing import DirectRows, ReceiptCheck, RowLanding
 from kv_transfer.layout import KvLayout, RegionMap, placements
-from kv_transfer.reservation import ReceiptCheck, Reservation
+from kv_transfer.reservation import Reservation
 from kv_transfer.session import ReservationState
 from kv_transfer.spans import check_block_ids, check_blocks_cover
 from kv_transfer.ticket import Ticket, TicketIssuer
@@ -110,7 +111,7 @@ class ReservationTable:
             issuer: Made, and verifies, the tickets.
             layout: Own layout.
             region: Own pool as offsets in `memory`.
-            memory: The target memory.
+            memory: The pool's memory.
             clock: Monotonic seconds.
             limits: Bounds.
 
@@ -122,8 +123,8 @@ class ReservationTable:
         self._issuer = issuer
         self._layout = layout
         self._num_blocks = region.num_blocks
-        self._places = placements(region, layout)
-        self._memory = memory
+        self.places = placements(region, layout)
+        self._direct = DirectRows(self.places, memory)
         self._clock = clock
         self._limits = limits
         self._entries: dict[bytes, _Entry] = {}
@@ -134,12 +135,15 @@ class ReservationTable:
         """Return the number of reservations that hold blocks."""
         return len(self._entries)
 
-    def reserve(self, ticket: Ticket, *, peer: str) -> Reservation:
+    def reserve(
+        self, ticket: Ticket, *, peer: str, landing: RowLanding | None = None
+    ) -> Reservation:
         """Enter a ticket that was issued just now.
 
         Args:
             ticket: From this table's issuer; its blocks were taken from the pool.
             peer: Names the prefill service across its restarts, e.g. its address.
+            landing: Where its rows land; None when they are written into the blocks.
 
         Raises:
             QuarantineFullError: Too many blocks of this peer are in quarantine.
@@ -163,8 +167,7 @@ class ReservationTable:
             peer=peer,
             issuer=self._issuer,
             layout=self._layout,
-            places=self._places,
-            memory=self._memory,
+            landing=landing if landing is not None else self._direct,
         )
         self._entries[ticket.id] = _Entry(
             reservation=reservation, due_s=self._clock() + ticket.lease_s

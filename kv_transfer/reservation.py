@@ -3,16 +3,15 @@
 A receipt is accepted in three steps, so that the costly one may run on an executor:
 
     check = reservation.begin(receipt)     owner's thread: fields, range, no row twice
-    digest = check.digest()                any thread: reads the memory, changes nothing
+    digest = check.land()                  any thread: looks at the bytes, moves staged ones
     reservation.confirm(check, digest)     owner's thread: the rows count as landed
 
-Any error of them means that the ticket must be revoked.
+Any error of them means that the ticket must be revoked. A check that is landing counts as a writer
+of the blocks: its owner waits for it before they are given to anybody else.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 
-from kv_transfer.digest import digest_rows
 from kv_transfer.errors import (
     DigestMismatchError,
     ReceiptFieldError,
@@ -20,30 +19,11 @@ from kv_transfer.errors import (
     ReceiptStateError,
     StaleTicketError,
 )
+from kv_transfer.landing import ReceiptCheck, RowLanding
 from kv_transfer.layout import KvLayout
 from kv_transfer.row_cover import RowCover
 from kv_transfer.session import ReservationState, StateMachine, reservation_state_machine
-from kv_transfer.spans import ByteSpan, Placement, byte_spans
 from kv_transfer.ticket import Receipt, Ticket, TicketIssuer
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReceiptCheck:
-    """A receipt whose fields are right and whose bytes are to be checked.
-
-    Attributes:
-        receipt: The receipt.
-        spans: Where its rows lie in `memory`, in digest order.
-        memory: The target memory.
-    """
-
-    receipt: Receipt
-    spans: list[ByteSpan]
-    memory: memoryview = field(repr=False)
-
-    def digest(self) -> int:
-        """Return the digest of what the memory holds now. Thread-safe, no side effects."""
-        return digest_rows(self.memory, self.spans)
 
 
 class Reservation:
@@ -56,8 +36,7 @@ class Reservation:
         peer: str,
         issuer: TicketIssuer,
         layout: KvLayout,
-        places: Mapping[tuple[int, str], Placement],
-        memory: memoryview,
+        landing: RowLanding,
     ) -> None:
         """Start in RESERVED.
 
@@ -66,19 +45,21 @@ class Reservation:
             peer: Names the prefill service, whatever its incarnation.
             issuer: Checks the codes of receipts.
             layout: Own layout.
-            places: Own placements, as offsets in `memory`.
-            memory: The target memory.
+            landing: Where the rows land.
         """
         self.ticket = ticket
         self.peer = peer
         self.machine: StateMachine[ReservationState] = reservation_state_machine()
         self._issuer = issuer
         self._layout = layout
-        self._places = places
-        self._memory = memory
-        self._claimed: dict[tuple[int, str], RowCover] = {key: RowCover() for key in places}
+        self._landing = landing
+        self._claimed: dict[tuple[int, str], RowCover] = {
+            (index, component.name): RowCover()
+            for index, layer in enumerate(layout.layers)
+            for component in layer.components
+        }
         # Claimed rows are inside the grant and never overlap, so counting them proves the tiling.
-        self._num_missing_rows = len(ticket.rows) * len(places)
+        self._num_missing_rows = len(ticket.rows) * layout.num_components
 
     @property
     def state(self) -> ReservationState:
@@ -102,7 +83,7 @@ class Reservation:
             TicketError, ReceiptError: As `begin` and `confirm`.
         """
         check = self.begin(receipt)
-        self.confirm(check, check.digest())
+        self.confirm(check, check.land())
 
     def begin(self, receipt: Receipt) -> ReceiptCheck:
         """Check everything but the bytes, and claim the rows.
@@ -118,17 +99,19 @@ class Reservation:
             raise StaleTicketError(receipt.ticket_id)
         self._issuer.verify(receipt.ticket_id, receipt.ticket_mac)
         self._check_receiving()
-        place = self._check_fields(receipt)
-        key = (receipt.layer, receipt.component)
-        if not self._claimed[key].add(receipt.rows):
-            raise ReceiptOverlapError(
-                f"layer {receipt.layer} component {receipt.component} rows {receipt.rows} "
-                f"overlap {', '.join(map(str, self._claimed[key].ranges()))}"
-            )
+        names = self._landing.components(receipt)
+        self._check_fields(receipt, names)
+        check = self._landing.check(receipt, self.ticket)
+        for name in names:
+            claimed = self._claimed[receipt.layer, name]
+            if not claimed.add(receipt.rows):
+                raise ReceiptOverlapError(
+                    f"layer {receipt.layer} component {name} rows {receipt.rows} "
+                    f"overlap {', '.join(map(str, claimed.ranges()))}"
+                )
         if self.state is ReservationState.RESERVED:
             self.machine.to(ReservationState.RECEIVING)
-        spans = byte_spans(place, self.ticket.block_ids, receipt.rows)
-        return ReceiptCheck(receipt=receipt, spans=spans, memory=self._memory)
+        return check
 
     def confirm(self, check: ReceiptCheck, digest: int) -> None:
         """Count the rows of a begun check as landed; once per check.
@@ -148,7 +131,9 @@ class Reservation:
                 sent=receipt.digest,
                 found=digest,
             )
-        self._num_missing_rows -= len(receipt.rows)
+        self._num_missing_rows -= len(receipt.rows) * self._layout.num_covered(
+            receipt.layer, receipt.component
+        )
 
     def _check_receiving(self) -> None:
         if self.state not in (ReservationState.RESERVED, ReservationState.RECEIVING):
@@ -156,18 +141,18 @@ class Reservation:
                 f"ticket {self.ticket.id.hex()} is {self.state.value} and takes no receipts"
             )
 
-    def _check_fields(self, receipt: Receipt) -> Placement:
-        place = self._places.get((receipt.layer, receipt.component))
-        if place is None:
-            name = f"layer {receipt.layer} component {receipt.component!r}"
-            raise ReceiptFieldError("component", name, "a component of the layout")
+    def _check_fields(self, receipt: Receipt, names: Sequence[str]) -> None:
         if not 0 <= receipt.rank < self._layout.num_ranks:
             raise ReceiptFieldError("rank", receipt.rank, f"0 <= rank < {self._layout.num_ranks}")
         if receipt.chunk < 0:
             raise ReceiptFieldError("chunk", receipt.chunk, ">= 0")
         if not self.ticket.rows.contains(receipt.rows):
             raise ReceiptFieldError("rows", receipt.rows, f"inside {self.ticket.rows}")
-        num_bytes = len(receipt.rows) * place.row_bytes
+        row_bytes = sum(
+            component.row_bytes
+            for component in self._layout.layers[receipt.layer].components
+            if component.name in names
+        )
+        num_bytes = len(receipt.rows) * row_bytes
         if receipt.size_bytes != num_bytes:
             raise ReceiptFieldError("size_bytes", receipt.size_bytes, num_bytes)
-        return place

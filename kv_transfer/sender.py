@@ -6,7 +6,7 @@
       └──fault, or lease not renewed──▶ failed
 
 The compute thread only ever queues; it never waits for a peer. Push threads wait for the events
-of the queued rows, copy each component in one engine write and report one receipt for it. Tickets
+of the queued rows, do the writes that the plan makes of them and report a receipt for each. Tickets
 take turns, so a long prompt does not hold up a short one. A decode service has a pipeline of its
 own: one that is slow or stopped holds up nobody else.
 """
@@ -14,7 +14,7 @@ own: one that is slow or stopped holds up nobody else.
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -28,16 +28,11 @@ from kv_transfer.errors import (
     PushCrashedError,
     WriteStoppedError,
 )
-from kv_transfer.layout import KvLayout, RegionMap, placements, with_block_size
+from kv_transfer.layout import KvLayout, RegionMap, StagingMap
 from kv_transfer.push_board import PushBoard, PushLimits
 from kv_transfer.push_job import OpenJob, PushEvent, PushFailure, PushItem, PushJob
-from kv_transfer.spans import (
-    Placement,
-    RowRange,
-    check_block_ids,
-    check_blocks_cover,
-    copy_spans,
-)
+from kv_transfer.push_plan import DirectPlan, PushPlan, StagedPlan
+from kv_transfer.spans import RowRange, check_block_ids, check_blocks_cover
 from kv_transfer.ticket import Receipt
 
 __all__ = [
@@ -72,15 +67,6 @@ class PushStats:
     num_queued: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _ComponentPath:
-    """From where to where one component of one layer is copied."""
-
-    name: str
-    source: Placement
-    target: Placement
-
-
 class PushPipeline:
     """Writes under tickets of one decode service. All methods are thread-safe."""
 
@@ -89,7 +75,7 @@ class PushPipeline:
         *,
         link: WriterLink,
         source: RegionMap,
-        target: RegionMap,
+        target: RegionMap | StagingMap,
         layout: KvLayout,
         rank: int = 0,
         clock: Callable[[], float] = time.monotonic,
@@ -102,7 +88,7 @@ class PushPipeline:
         Args:
             link: Reaches the target; stays its owner's, who closes it after the pipeline.
             source: Own pool, in absolute addresses.
-            target: The peer's pool, in offsets.
+            target: The peer's pool, or its staging ring, in offsets.
             layout: Own layout; the peer's is equal apart from its block size.
             rank: Own rank, for receipts.
             clock: Monotonic seconds.
@@ -121,8 +107,13 @@ class PushPipeline:
         self._target_block_size = target_block_size or layout.block_size
         self._num_source_blocks = source.num_blocks
         self._num_target_blocks = target.num_blocks
-        self._paths = _paths(source, target, layout, self._target_block_size)
-        self._board = PushBoard(num_layers=len(layout.layers), limits=self._limits)
+        self._plan = _plan(source, target, layout, self._target_block_size)
+        self._board = PushBoard(
+            num_layers=len(layout.layers),
+            limits=self._limits,
+            max_rows=self._plan.max_rows,
+            uses_slots=self._plan.uses_slots,
+        )
         self._changed = threading.Condition()  # guards everything below and the board
         self._is_closed = False
         self._num_bytes = 0
@@ -148,6 +139,7 @@ class PushPipeline:
         check_block_ids("source_block_ids", job.source_block_ids, self._num_source_blocks)
         check_blocks_cover(job.ticket.block_ids, self._target_block_size, rows)
         check_blocks_cover(job.source_block_ids, self._source_block_size, rows)
+        self._plan.check_slots(job.ticket.slots)
         with self._changed:
             self._check_not_closed()
             self._board.open(job, self._clock())
@@ -204,6 +196,24 @@ class PushPipeline:
             if entry is None or entry.is_revoked or now_s >= entry.stop_at_s:
                 return False
             entry.renew(now_s)
+            return True
+
+    def free_slots(self, ticket_id: bytes, slots: Sequence[int]) -> bool:
+        """Let slots of a ticket be written again, because decode has taken what they held.
+
+        Returns:
+            False when the ticket is not open.
+
+        Raises:
+            PushRefusedError: A slot is not the ticket's, or was not written. The owner must revoke
+                the job.
+        """
+        with self._changed:
+            entry = self._board.get(ticket_id)
+            if entry is None or entry.is_revoked:
+                return False
+            self._board.free_slots(entry, slots)
+            self._changed.notify()
             return True
 
     def revoke(self, ticket_id: bytes) -> "Future[None]":
@@ -312,15 +322,11 @@ class PushPipeline:
             raise item.error
         job = entry.job
         should_stop = partial(_must_stop, entry, self._clock)
-        for path in self._paths[item.layer]:
-            copies = copy_spans(
-                path.source, job.source_block_ids, path.target, job.ticket.block_ids, item.rows
-            )
+        for write in self._plan.writes(job, item):
             started_s = self._clock()
-            digest = self._link.write(copies, should_stop)
-            num_bytes = len(item.rows) * path.source.row_bytes
+            digest = self._link.write(write.copies, should_stop)
             with self._changed:
-                self._num_bytes += num_bytes
+                self._num_bytes += write.num_bytes
                 self._write_s += self._clock() - started_s
             if entry.is_revoked:
                 return
@@ -329,12 +335,13 @@ class PushPipeline:
                     ticket_id=job.ticket.id,
                     ticket_mac=job.ticket.mac,
                     layer=item.layer,
-                    component=path.name,
+                    component=write.component,
                     rank=self._rank,
                     chunk=item.chunk,
                     rows=item.rows,
-                    size_bytes=num_bytes,
+                    size_bytes=write.num_bytes,
                     digest=digest,
+                    slot=item.slot,
                 )
             )
 
@@ -398,20 +405,13 @@ def _lease_expired(entry: OpenJob) -> LeaseExpiredError:
     )
 
 
-def _paths(
-    source: RegionMap, target: RegionMap, layout: KvLayout, target_block_size: int
-) -> list[list[_ComponentPath]]:
-    """Return the paths of each layer in push order."""
-    sources = placements(source, layout)
-    targets = placements(target, with_block_size(layout, target_block_size))
-    return [
-        [
-            _ComponentPath(
-                name=component.name,
-                source=sources[index, component.name],
-                target=targets[index, component.name],
-            )
-            for component in layer.components
-        ]
-        for index, layer in enumerate(layout.layers)
-    ]
+def _plan(
+    source: RegionMap,
+    target: RegionMap | StagingMap,
+    layout: KvLayout,
+    target_block_size: int,
+) -> PushPlan:
+    """Choose how rows are placed: the target says it."""
+    if isinstance(target, StagingMap):
+        return StagedPlan(source, target, layout)
+    return DirectPlan(source, target, layout, target_block_size)

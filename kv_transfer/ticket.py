@@ -29,7 +29,9 @@ class Ticket:
         block_ids: Decode's blocks of the sequence in logical order, from row 0 on.
         rows: Granted token rows.
         lease_s: How long the grant lasts from its receipt, and again from each renewal.
-        mac: Authenticates the fields above; a secret between the two incarnations.
+        mac: Authenticates all other fields; a secret between the two incarnations.
+        slots: Slots of the staging ring that belong to the ticket; empty where rows are written
+            straight into the blocks.
     """
 
     id: bytes
@@ -39,6 +41,7 @@ class Ticket:
     rows: RowRange
     lease_s: float
     mac: bytes = field(repr=False)
+    slots: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,12 +52,14 @@ class Receipt:
         ticket_id: The ticket under which they were written.
         ticket_mac: Echo of the ticket's code.
         layer: Index into `KvLayout.layers`.
-        component: Name inside that layer.
+        component: Name inside that layer; empty for all components of the layer, packed one after
+            the other into a slot.
         rank: The prefill rank that wrote.
         chunk: Number of the prefill chunk, from zero.
         rows: Token rows written.
         size_bytes: Number of bytes written.
         digest: xxh3_64 over the source bytes in ascending row order.
+        slot: Slot of the staging ring that holds the rows; None when they are in their blocks.
     """
 
     ticket_id: bytes
@@ -66,6 +71,7 @@ class Receipt:
     rows: RowRange
     size_bytes: int
     digest: int
+    slot: int | None = None
 
 
 class TicketIssuer:
@@ -87,6 +93,7 @@ class TicketIssuer:
         block_ids: tuple[int, ...],
         rows: RowRange,
         lease_s: float,
+        slots: tuple[int, ...] = (),
     ) -> Ticket:
         """Return a new live ticket.
 
@@ -103,6 +110,7 @@ class TicketIssuer:
             rows=rows,
             lease_s=lease_s,
             mac=b"",
+            slots=slots,
         )
         ticket = replace(unsigned, mac=self._mac_of(unsigned))
         self._live[ticket.id] = ticket.mac
@@ -150,5 +158,6 @@ def _encode(ticket: Ticket) -> bytes:
         struct.pack(f">{len(ticket.block_ids)}Q", *ticket.block_ids),
         struct.pack(">QQ", ticket.rows.start, ticket.rows.end),
         struct.pack(">Q", round(ticket.lease_s * 1e9)),  # whole nanoseconds, as on the wire
+        struct.pack(f">{len(ticket.slots)}Q", *ticket.slots),
     ]
     return b"".join(struct.pack(">I", len(part)) + part for part in parts)

@@ -22,7 +22,7 @@ from attention_core.backends.cpu import CpuDevice, CpuKernels
 from attention_core.paged_kv import PagedKvCache
 from attention_core.prefill_dsa_cp import DsaCpPrefill
 from kv_transfer.engine.base import TransferEngine, WriterLink
-from kv_transfer.layout import KvLayout, RegionMap
+from kv_transfer.layout import KvLayout, RegionMap, StagingMap
 from kv_transfer.sender import PushLimits, PushPipeline
 from kv_transfer.session import JobState
 from prefill_service.admission import Admission
@@ -135,6 +135,7 @@ class PrefillApp:
                 prefill_incarnation=self._incarnation,
                 layout=self._layout,
                 engine_name=self._engine.name,
+                can_fence_writer=self._engine.can_fence_writer,
                 limits=self._prompt_limits(),
             ),
             sessions=self._sessions,
@@ -232,7 +233,7 @@ class PrefillApp:
         config = self._config
         return JobCoordinator(
             prefill_incarnation=self._incarnation,
-            num_components=self._layout.num_components,
+            layout=self._layout,
             admission=Admission(
                 self._pool,
                 block_size=config.block_size,
@@ -266,7 +267,7 @@ class PrefillApp:
         )
 
     def _make_pusher(
-        self, loop: asyncio.AbstractEventLoop, link: WriterLink, target: RegionMap
+        self, loop: asyncio.AbstractEventLoop, link: WriterLink, target: RegionMap | StagingMap
     ) -> SessionPusher:
         config = self._config
         pipeline = PushPipeline(

@@ -9,14 +9,16 @@ happen any more, and the own blocks return when the compute thread has let go of
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from kv_transfer.errors import KvTransferError, PushQueueFullError
+from kv_transfer.errors import KvTransferError, PushQueueFullError, PushRefusedError
+from kv_transfer.layout import KvLayout
 from kv_transfer.session import JobState
 from kv_transfer.ticket import Receipt, Ticket
+from prefill_service import last_message
 from prefill_service.admission import Admission, Waiting
 from prefill_service.job import JobRequest, PrefillJob
 from prefill_service.kv_push import PushFailed
@@ -82,7 +84,7 @@ class JobCoordinator:
         self,
         *,
         prefill_incarnation: str,
-        num_components: int,
+        layout: KvLayout,
         admission: Admission,
         compute: Compute,
         tickets: TicketBook,
@@ -94,7 +96,7 @@ class JobCoordinator:
 
         Args:
             prefill_incarnation: Of this process; tickets must name it.
-            num_components: KV components summed over all layers.
+            layout: Of the KV on this side.
             admission: Queue and blocks.
             compute: The compute thread.
             tickets: Used ticket ids.
@@ -103,7 +105,7 @@ class JobCoordinator:
             clock: Monotonic seconds, the same clock as the compute thread's.
         """
         self._prefill_incarnation = prefill_incarnation
-        self._num_components = num_components
+        self._layout = layout
         self._admission = admission
         self._compute = compute
         self._tickets = tickets
@@ -157,7 +159,7 @@ class JobCoordinator:
             session=session,
             outbox=Outbox(capacity=self._limits.outbox_capacity),
             arrived_s=self._clock(),
-            num_rows_to_push=(request.num_tokens - request.push_from) * self._num_components,
+            num_rows_to_push=(request.num_tokens - request.push_from) * self._layout.num_components,
         )
         num_pending_tokens = self._admission.num_pending_tokens
         self._admission.enqueue(
@@ -240,12 +242,25 @@ class JobCoordinator:
         job.push.renew()
         self._set_alarm(job, "lease", job.ticket.lease_s, self._on_lease_expired)
 
+    def free_slots(self, job: PrefillJob, ticket_id: bytes, slots: Sequence[int]) -> None:
+        """Let slots of the job's ticket be written again."""
+        if job.is_ending:
+            return
+        try:
+            if job.ticket is None or job.push is None or ticket_id != job.ticket.id:
+                raise InvalidRequestError(
+                    "slots_freed.ticket_id", "another", "the granted ticket's"
+                )
+            job.push.free_slots(wire.slots_from_proto("slots_freed.slots", slots, low=1))
+        except (InvalidRequestError, PushRefusedError) as error:
+            self.fail(job, errors_pb2.FAILURE_REASON_INVALID_REQUEST, str(error))
+
     def revoke(self, job: PrefillJob, cause: str) -> None:
         """End the job on decode's wish; answered by Drained. Idempotent."""
         self._end(
             job,
             JobState.CANCELLED,
-            pb.PrefillResponse(drained=pb.Drained(ticket_id=job.ticket_id)),
+            last_message.drained(job.ticket_id),
             cause=cause,
         )
 
@@ -263,7 +278,7 @@ class JobCoordinator:
         self._end(
             job,
             JobState.FAILED,
-            pb.PrefillResponse(failed=pb.Failed(failure=failure)),
+            last_message.failed(failure),
             cause=f"{errors_pb2.FailureReason.Name(reason)}: {message}",
         )
 
@@ -324,7 +339,8 @@ class JobCoordinator:
         self._observer.bytes_pushed(receipt.size_bytes)
         if job.is_ending:
             return
-        job.num_rows_reported += receipt.rows.end - receipt.rows.start
+        num_covered = self._layout.num_covered(receipt.layer, receipt.component)
+        job.num_rows_reported += len(receipt.rows) * num_covered
         if not job.outbox.put_receipt(wire.receipt_to_proto(receipt)):
             message = f"{len(job.outbox)} messages wait for decode to read them"
             self.fail(job, errors_pb2.FAILURE_REASON_OVERLOADED, message)
@@ -384,7 +400,7 @@ class JobCoordinator:
             self._release(job)
 
     def _end(
-        self, job: PrefillJob, end_state: JobState, last_message: pb.PrefillResponse, *, cause: str
+        self, job: PrefillJob, end_state: JobState, last_words: pb.PrefillResponse, *, cause: str
     ) -> None:
         """Begin to drain, unless the outcome is decided already."""
         if job.is_ending:
@@ -392,7 +408,7 @@ class JobCoordinator:
         self._log(job, "ends as %s: %s", end_state.name, cause)
         job.machine.to(JobState.DRAINING)
         job.end_state = end_state
-        job.last_message = last_message
+        job.last_message = last_words
         job.timers.cancel_all()
         self._admission.withdraw(job.job_id)
         if job.in_compute:
@@ -405,6 +421,8 @@ class JobCoordinator:
 
     def _on_push_quiet(self, job: PrefillJob) -> None:
         job.timers.cancel_all()
+        if job.push is not None and not job.session.pusher.proves_quiet():
+            job.last_message = last_message.link_broken(job.last_message, rank=RANK)
         job.outbox.put(job.last_message)
         self._become_quiet(job)
         self._settle(job)

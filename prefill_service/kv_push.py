@@ -7,7 +7,7 @@ thread.
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -71,6 +71,14 @@ class JobPush:
     def renew(self) -> None:
         """Let the lease count again. A ticket that has ended meanwhile is reported otherwise."""
         self._pipeline.renew(self._job.ticket.id)
+
+    def free_slots(self, slots: Sequence[int]) -> None:
+        """Let slots be written again.
+
+        Raises:
+            PushRefusedError: A slot is not the ticket's, or was not written.
+        """
+        self._pipeline.free_slots(self._job.ticket.id, slots)
 
     def close(self) -> None:
         """Say that everything is written."""
@@ -146,8 +154,12 @@ class SessionPusher:
         )
 
     def peer_is_dead(self) -> bool:
-        """Tell whether the decode service is gone."""
+        """Tell whether the decode service is gone, or cannot be written to any more."""
         return self._link.peer_is_dead()
+
+    def proves_quiet(self) -> bool:
+        """Tell whether a write that has ended is known to have ended in decode's memory too."""
+        return self._link.proves_quiet()
 
     def close(self) -> None:
         """Revoke what is open, end the push threads, then disconnect. Blocks."""

@@ -29,6 +29,8 @@ from tandem.v1 import prefill_service_pb2_grpc as pb_grpc
 PROTOCOL_VERSION = 1
 # Decode takes a silence of several intervals for a stopped process.
 HEARTBEAT_INTERVAL_S = 0.5
+# How long a stream stays open after its last message, for decode to close its side first.
+LINGER_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,12 +41,14 @@ class Identity:
         prefill_incarnation: New at each start of this process.
         layout: Layout of the KV on this side.
         engine_name: The transfer engine with which it pushes.
+        can_fence_writer: Whether that engine may write into blocks.
         limits: Limits of a prompt.
     """
 
     prefill_incarnation: str
     layout: KvLayout
     engine_name: str
+    can_fence_writer: bool
     limits: PromptLimits
 
 
@@ -90,6 +94,7 @@ class PrefillServicer(pb_grpc.PrefillServiceServicer):
             protocol_version=PROTOCOL_VERSION,
             layout=self._identity.layout,
             engine_name=self._identity.engine_name,
+            can_fence_writer=self._identity.can_fence_writer,
         )
         session = await self._sessions.open(peer)
         return pb.HandshakeResponse(
@@ -113,6 +118,9 @@ class PrefillServicer(pb_grpc.PrefillServiceServicer):
             while (message := await self._next_message(job)) is not None:
                 async with asyncio.timeout(self._write_timeout_s):
                     await context.write(message)
+            # Decode may still be writing. To end the stream under a write would fail the call
+            # there, together with the messages that it has not read yet.
+            await asyncio.wait((reader,), timeout=LINGER_S)
         except TimeoutError as error:
             raise DeadlineError(f"decode took no message for {self._write_timeout_s} s") from error
         finally:
@@ -190,6 +198,9 @@ class PrefillServicer(pb_grpc.PrefillServiceServicer):
             self._jobs.renew(job, request.renew.ticket_id)
         elif kind == "revoke":
             self._jobs.revoke(job, request.revoke.cause)
+        elif kind == "slots_freed":
+            self._jobs.free_slots(job, request.slots_freed.ticket_id, request.slots_freed.slots)
         else:
             reason = errors_pb2.FAILURE_REASON_INVALID_REQUEST
-            self._jobs.fail(job, reason, f"message is {kind}, must be grant, renew or revoke")
+            limit = "grant, renew, revoke or slots_freed"
+            self._jobs.fail(job, reason, f"message is {kind}, must be {limit}")

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from kv_transfer.engine.base import TargetDescriptor, TransferEngine, WriterLink
 from kv_transfer.errors import ConnectError, EngineError
-from kv_transfer.layout import RegionMap
+from kv_transfer.layout import RegionMap, StagingMap
 from prefill_service.kv_push import SessionPusher
 from serving_core.errors import (
     InvalidRequestError,
@@ -36,12 +36,12 @@ class Peer:
     Attributes:
         decode_incarnation: New at each start of the decode process.
         descriptor: Where its KV memory is; holds a secret.
-        region: How its KV memory is laid out.
+        region: How its KV memory, or its staging ring, is laid out.
     """
 
     decode_incarnation: str
     descriptor: TargetDescriptor = field(repr=False)
-    region: RegionMap
+    region: RegionMap | StagingMap
 
 
 class DecodeSession:
@@ -92,7 +92,7 @@ class SessionTable:
         *,
         engine: TransferEngine,
         prefill_incarnation: str,
-        make_pusher: Callable[[WriterLink, RegionMap], SessionPusher],
+        make_pusher: Callable[[WriterLink, RegionMap | StagingMap], SessionPusher],
         on_dead: Callable[[DecodeSession, str], None],
         executor: Executor,
         block_size: int,

@@ -6,7 +6,7 @@ Every refusal names the field, its value and the limit; nothing here has an effe
 from dataclasses import dataclass
 
 from kv_transfer.errors import LayoutError
-from kv_transfer.layout import KvLayout, compare, placements
+from kv_transfer.layout import KvLayout, StagingMap, compare, placements
 from kv_transfer.spans import RowRange
 from kv_transfer.ticket import Ticket
 from prefill_service.job import JobRequest
@@ -87,7 +87,12 @@ def _parse_sampling(start: pb.Start, *, num_tokens: int, vocab_size: int) -> Sam
 
 
 def parse_handshake(
-    request: pb.HandshakeRequest, *, protocol_version: int, layout: KvLayout, engine_name: str
+    request: pb.HandshakeRequest,
+    *,
+    protocol_version: int,
+    layout: KvLayout,
+    engine_name: str,
+    can_fence_writer: bool,
 ) -> Peer:
     """Check that KV can move to the caller and return who it is.
 
@@ -105,8 +110,15 @@ def parse_handshake(
     region, descriptor = wire.region_from_proto(request.region)
     if descriptor.engine != engine_name:
         raise LayoutMismatchError("region.engine", engine_name, descriptor.engine)
+    if not (can_fence_writer or isinstance(region, StagingMap)):
+        raise InvalidRequestError(
+            "region.slot_bytes", 0, f"a staging ring: {engine_name} needs one"
+        )
     try:
-        placements(region, theirs)
+        if isinstance(region, StagingMap):
+            region.rows_per_slot(theirs)
+        else:
+            placements(region, theirs)
     except LayoutError as error:
         raise InvalidRequestError(error.field, error.value, error.limit) from error
     return Peer(decode_incarnation=request.decode_incarnation, descriptor=descriptor, region=region)

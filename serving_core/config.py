@@ -263,6 +263,13 @@ def _cross_checks(config: ServiceConfig) -> list[str]:
         problems.append(
             f"host = {config.host}: must be a loopback address unless TLS or --insecure is set"
         )
+    if config.kv_engine == "mooncake" and not (
+        is_loopback(config.kv_host) or config.insecure_kv_network
+    ):
+        problems.append(
+            f"kv-host = {config.kv_host}: must be a loopback address unless --insecure-kv-network "
+            "is set: mooncake's ports ask for no key"
+        )
     if isinstance(config, DecodeConfig):
         problems.extend(_decode_checks(config))
     return problems
@@ -276,6 +283,11 @@ def _decode_checks(config: DecodeConfig) -> list[str]:
         host, _, port = address.rpartition(":")
         if not (host and port.isdigit() and 0 < int(port) <= 65535):
             problems.append(f"prefill-address = {address}: must be host:port")
+    if config.kv_slot_bytes > config.kv_staging_bytes:
+        problems.append(
+            f"kv-slot-bytes = {config.kv_slot_bytes}: must be at most kv-staging-bytes = "
+            f"{config.kv_staging_bytes}"
+        )
     if config.renew_interval_s > config.lease_s / 2:
         problems.append(
             f"renew-interval-s = {config.renew_interval_s}: must be at most half of lease-s = "

@@ -97,7 +97,26 @@ class ServiceConfig:
         minimum=1, maximum=2**20,
     )  # fmt: skip
     kv_engine: str = key(
-        "shm", "How KV moves. shm needs both services on one host.", choices=("shm", "loopback")
+        "shm",
+        "How KV moves. shm needs both services on one host; mooncake goes between hosts; loopback "
+        "is for tests in one process.",
+        choices=("shm", "mooncake", "loopback"),
+    )
+    kv_host: str = key(
+        "127.0.0.1",
+        "Address of this host for the mooncake engine's peers, IPv4 or a name. On loopback its "
+        "ports take loopback peers only.",
+    )
+    insecure_kv_network: bool = key(
+        False,
+        "Let mooncake's ports be reached from the network. They ask for no key: whoever reaches "
+        "them can write into the staging rings. See docs/security.md.",
+    )
+    kv_protocol: str = key(
+        "tcp", "Transport of the mooncake engine.", choices=("tcp", "rdma", "ascend")
+    )
+    kv_device: str = key(
+        "", "Names of the transport's devices, comma-separated, e.g. mlx5_0; empty takes all."
     )
     kv_socket_dir: str = key(
         "",
@@ -168,6 +187,16 @@ class DecodeConfig(ServiceConfig):
         minimum=1.0,
         maximum=600,
     )
+    kv_staging_bytes: int = key(
+        64 << 20,
+        "Size of the staging ring of each prefill service, for engines that need one (mooncake).",
+        unit="bytes", minimum=1 << 12, maximum=1 << 40,
+    )  # fmt: skip
+    kv_slot_bytes: int = key(
+        2 << 20,
+        "Size of one slot of a staging ring: the rows of a layer that one request moves.",
+        unit="bytes", minimum=1 << 10, maximum=1 << 32,
+    )  # fmt: skip
     lease_s: float = key(
         5.0, "How long a ticket lives without a Renew; prefill stops writing at 80 % of it.",
         unit="seconds", minimum=0.5, maximum=600,

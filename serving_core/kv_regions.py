@@ -1,12 +1,13 @@
 """Where attention's tensors become transfer's addresses; the only place that knows both."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from attention_core.paged_kv import LayerComponents, PagedKvCache
 from kv_transfer.engine.base import TargetMemory
+from kv_transfer.landing import PoolMemory
 from kv_transfer.layout import (
     ComponentLayout,
     ComponentRegion,
@@ -70,6 +71,12 @@ def target_region_map(cache: PagedKvCache, base: int) -> RegionMap:
         base: Address of the target's first byte in this process.
     """
     return _region(cache, base_address=0, base_offset=cache.buffer.data_ptr() - base)
+
+
+def pool_memory(cache: PagedKvCache) -> PoolMemory:
+    """Return the memory of a cache as bytes; the cache keeps it alive, and must be kept."""
+    array: Any = cache.buffer.numpy()
+    return PoolMemory(view=memoryview(array).cast("B"), address=cache.buffer.data_ptr())
 
 
 def target_size_bytes(

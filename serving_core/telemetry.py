@@ -119,6 +119,9 @@ class DecodeMetrics(_ServiceMetrics):
         self.quarantined_blocks = self._gauge(
             "tandem_kv_quarantined_blocks", "Blocks that a remote writer may still reach."
         )
+        self.kv_fences = self._counter(
+            "tandem_kv_fences", "Staging rings that were closed under a writer that did not end."
+        )
         self.local_prefills = self._counter(
             "tandem_local_prefills", "Prompts that decode computed itself."
         )

@@ -19,6 +19,7 @@ from kv_transfer.layout import (
     KvLayout,
     LayerLayout,
     RegionMap,
+    StagingMap,
 )
 from kv_transfer.spans import RowRange
 from kv_transfer.ticket import MAC_BYTES, TICKET_ID_BYTES, Receipt, Ticket
@@ -33,6 +34,7 @@ MAX_ACCESS_KEY_BYTES = 64
 MAX_ADDRESS_CHARS = 1024
 MAX_DURATION_S = 86400.0
 MAX_BANNED_TOKEN_IDS = 4096
+MAX_SLOTS = 1 << 16
 
 
 def layout_to_proto(layout: KvLayout) -> layout_pb2.KvLayout:
@@ -95,28 +97,38 @@ def _layer_from_proto(message: layout_pb2.KvLayer) -> LayerLayout:
     return LayerLayout(components=tuple(components))
 
 
-def region_to_proto(region: RegionMap, descriptor: TargetDescriptor) -> layout_pb2.KvRegion:
-    """Translate a target region; the message holds the access key."""
-    return layout_pb2.KvRegion(
+def region_to_proto(
+    region: RegionMap | StagingMap, descriptor: TargetDescriptor
+) -> layout_pb2.KvRegion:
+    """Translate a target region or a staging ring; the message holds the access key."""
+    message = layout_pb2.KvRegion(
         engine=descriptor.engine,
         address=descriptor.address,
         access_key=descriptor.access_key,
         size_bytes=region.size_bytes,
         num_blocks=region.num_blocks,
-        components=[
-            layout_pb2.ComponentRegion(
-                layer=component.layer,
-                component=component.component,
-                base_bytes=component.base_bytes,
-                block_stride_bytes=component.block_stride_bytes,
-            )
-            for component in region.components
-        ],
     )
+    if isinstance(region, StagingMap):
+        message.slot_bytes = region.slot_bytes
+        message.num_slots = region.num_slots
+        return message
+    message.components.extend(
+        layout_pb2.ComponentRegion(
+            layer=component.layer,
+            component=component.component,
+            base_bytes=component.base_bytes,
+            block_stride_bytes=component.block_stride_bytes,
+        )
+        for component in region.components
+    )
+    return message
 
 
-def region_from_proto(message: layout_pb2.KvRegion) -> tuple[RegionMap, TargetDescriptor]:
-    """Translate a target region; whether it fits the layout is checked by `placements`.
+def region_from_proto(
+    message: layout_pb2.KvRegion,
+) -> tuple[RegionMap | StagingMap, TargetDescriptor]:
+    """Translate a target region or a staging ring; whether it fits the layout is checked by
+    `placements` or `StagingMap.rows_per_slot`.
 
     Raises:
         InvalidRequestError: A field is wrong.
@@ -134,10 +146,18 @@ def region_from_proto(message: layout_pb2.KvRegion) -> tuple[RegionMap, TargetDe
             f"{len(message.access_key)} bytes",
             f"at most {MAX_ACCESS_KEY_BYTES} bytes",
         )
-    _check_count("region.components", len(message.components), MAX_LAYERS * MAX_COMPONENTS)
     for name in ("size_bytes", "num_blocks"):
         if getattr(message, name) == 0:
             raise InvalidRequestError(f"region.{name}", 0, "at least 1")
+    descriptor = TargetDescriptor(
+        engine=message.engine,
+        address=message.address,
+        access_key=message.access_key,
+        size_bytes=message.size_bytes,
+    )
+    if message.slot_bytes:
+        return _staging_from_proto(message), descriptor
+    _check_count("region.components", len(message.components), MAX_LAYERS * MAX_COMPONENTS)
     region = RegionMap(
         num_blocks=message.num_blocks,
         size_bytes=message.size_bytes,
@@ -152,13 +172,21 @@ def region_from_proto(message: layout_pb2.KvRegion) -> tuple[RegionMap, TargetDe
             for component in message.components
         ),
     )
-    descriptor = TargetDescriptor(
-        engine=message.engine,
-        address=message.address,
-        access_key=message.access_key,
-        size_bytes=message.size_bytes,
-    )
     return region, descriptor
+
+
+def _staging_from_proto(message: layout_pb2.KvRegion) -> StagingMap:
+    ring = StagingMap(
+        num_blocks=message.num_blocks, num_slots=message.num_slots, slot_bytes=message.slot_bytes
+    )
+    _check_count("region.components", len(message.components), 0, low=0)
+    if not 1 <= ring.num_slots <= MAX_SLOTS:
+        raise InvalidRequestError("region.num_slots", ring.num_slots, f"in [1, {MAX_SLOTS}]")
+    if ring.size_bytes != message.size_bytes:
+        raise InvalidRequestError(
+            "region.size_bytes", message.size_bytes, f"{ring.size_bytes}, the size of all slots"
+        )
+    return ring
 
 
 def ticket_to_proto(ticket: Ticket) -> handoff_pb2.Ticket:
@@ -172,6 +200,7 @@ def ticket_to_proto(ticket: Ticket) -> handoff_pb2.Ticket:
         row_end=ticket.rows.end,
         lease=duration(ticket.lease_s),
         mac=ticket.mac,
+        slots=ticket.slots,
     )
 
 
@@ -196,7 +225,20 @@ def ticket_from_proto(message: handoff_pb2.Ticket) -> Ticket:
         rows=_rows("ticket", message.row_start, message.row_end),
         lease_s=seconds("ticket.lease", message.lease),
         mac=message.mac,
+        slots=slots_from_proto("ticket.slots", message.slots),
     )
+
+
+def slots_from_proto(field: str, slots: Sequence[int], *, low: int = 0) -> tuple[int, ...]:
+    """Check a list of slots; whether they are the ticket's is for the caller to check.
+
+    Raises:
+        InvalidRequestError: There are too few or too many, or one is listed twice.
+    """
+    _check_count(field, len(slots), MAX_SLOTS, low=low)
+    if len(set(slots)) != len(slots):
+        raise InvalidRequestError(field, "a slot listed twice", "unique slots")
+    return tuple(slots)
 
 
 def receipt_to_proto(receipt: Receipt) -> handoff_pb2.Receipt:
@@ -212,6 +254,7 @@ def receipt_to_proto(receipt: Receipt) -> handoff_pb2.Receipt:
         row_end=receipt.rows.end,
         size_bytes=receipt.size_bytes,
         digest=receipt.digest,
+        slot=receipt.slot,
     )
 
 
@@ -222,7 +265,8 @@ def receipt_from_proto(message: handoff_pb2.Receipt) -> Receipt:
         InvalidRequestError: A field is wrong.
     """
     check_ticket_id(message.ticket_id, field="receipt.ticket_id")
-    _check_name("receipt.component", message.component)
+    is_staged = message.HasField("slot")
+    _check_name("receipt.component", message.component, may_be_empty=is_staged)
     return Receipt(
         ticket_id=message.ticket_id,
         ticket_mac=message.ticket_mac,
@@ -233,6 +277,7 @@ def receipt_from_proto(message: handoff_pb2.Receipt) -> Receipt:
         rows=_rows("receipt", message.row_start, message.row_end),
         size_bytes=message.size_bytes,
         digest=message.digest,
+        slot=message.slot if is_staged else None,
     )
 
 

@@ -33,8 +33,17 @@ def complete(pair: Pair, prompt: list[int], max_tokens: int = NUM_NEW_TOKENS) ->
     return list(result.token_ids)
 
 
+# Slots for a few rows each, so that items are cut and slots go round many times.
+SMALL_SLOTS = ("--kv-slot-bytes=8192", "--kv-staging-bytes=65536")
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    "engine",
+    [("shm", ()), ("mooncake", ()), ("mooncake", SMALL_SLOTS)],
+    ids=["shm", "mooncake", "mooncake-small-slots"],
+)
 @pytest.mark.parametrize(
     ("checkpoint", "chunk_tokens"),
     [
@@ -46,9 +55,10 @@ def complete(pair: Pair, prompt: list[int], max_tokens: int = NUM_NEW_TOKENS) ->
         ("glm_shared", 2048),
     ],
 )
-def test_pair_greedy_tokens_equal_transformers(
+def test_pair_greedy_tokens_equal_transformers(  # noqa: PLR0917
     checkpoint: str,
     chunk_tokens: int,
+    engine: tuple[str, tuple[str, ...]],
     tiny_checkpoints: dict[str, Path],
     greedy_oracle: GreedyOracle,
     tmp_path: Path,
@@ -63,7 +73,12 @@ def test_pair_greedy_tokens_equal_transformers(
         for prompt, limit in zip(prompts, max_tokens, strict=True)
     ]
     settings = PairSettings(
-        model_dir=model_dir, block_size=BLOCK_SIZE, chunk_tokens=chunk_tokens, max_num_seqs=4
+        model_dir=model_dir,
+        block_size=BLOCK_SIZE,
+        chunk_tokens=chunk_tokens,
+        max_num_seqs=4,
+        engine=engine[0],
+        decode_args=engine[1],
     )
     with running_pair(settings, tmp_path) as pair:
         for prompt, limit, tokens in zip(prompts, max_tokens, expected, strict=True):

@@ -121,6 +121,10 @@ class FaultyLink:
         """As the real link."""
         return self._link.peer_is_dead()
 
+    def proves_quiet(self) -> bool:
+        """As the real link."""
+        return self._link.proves_quiet()
+
     def close(self) -> None:
         """As the real link."""
         self._link.close()

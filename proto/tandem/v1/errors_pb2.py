@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16tandem/v1/errors.proto\x12\ttandem.v1\"~\n\x07\x46\x61ilure\x12(\n\x06reason\x18\x01 \x01(\x0e\x32\x18.tandem.v1.FailureReason\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x12\n\x05layer\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x11\n\x04rank\x18\x04 \x01(\rH\x01\x88\x01\x01\x42\x08\n\x06_layerB\x07\n\x05_rank*\x87\x03\n\rFailureReason\x12\x1e\n\x1a\x46\x41ILURE_REASON_UNSPECIFIED\x10\x00\x12\"\n\x1e\x46\x41ILURE_REASON_INVALID_REQUEST\x10\x01\x12\x1d\n\x19\x46\x41ILURE_REASON_OVERLOADED\x10\x02\x12\"\n\x1e\x46\x41ILURE_REASON_SESSION_UNKNOWN\x10\x03\x12\"\n\x1e\x46\x41ILURE_REASON_TICKET_REJECTED\x10\x04\x12 \n\x1c\x46\x41ILURE_REASON_LEASE_EXPIRED\x10\x05\x12\x1f\n\x1b\x46\x41ILURE_REASON_WRITE_FAILED\x10\x06\x12!\n\x1d\x46\x41ILURE_REASON_COMPUTE_FAILED\x10\x07\x12$\n FAILURE_REASON_DEADLINE_EXCEEDED\x10\x08\x12\x1b\n\x17\x46\x41ILURE_REASON_DRAINING\x10\t\x12\"\n\x1e\x46\x41ILURE_REASON_LAYOUT_MISMATCH\x10\nb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16tandem/v1/errors.proto\x12\ttandem.v1\"~\n\x07\x46\x61ilure\x12(\n\x06reason\x18\x01 \x01(\x0e\x32\x18.tandem.v1.FailureReason\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x12\n\x05layer\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x11\n\x04rank\x18\x04 \x01(\rH\x01\x88\x01\x01\x42\x08\n\x06_layerB\x07\n\x05_rank*\xa7\x03\n\rFailureReason\x12\x1e\n\x1a\x46\x41ILURE_REASON_UNSPECIFIED\x10\x00\x12\"\n\x1e\x46\x41ILURE_REASON_INVALID_REQUEST\x10\x01\x12\x1d\n\x19\x46\x41ILURE_REASON_OVERLOADED\x10\x02\x12\"\n\x1e\x46\x41ILURE_REASON_SESSION_UNKNOWN\x10\x03\x12\"\n\x1e\x46\x41ILURE_REASON_TICKET_REJECTED\x10\x04\x12 \n\x1c\x46\x41ILURE_REASON_LEASE_EXPIRED\x10\x05\x12\x1f\n\x1b\x46\x41ILURE_REASON_WRITE_FAILED\x10\x06\x12!\n\x1d\x46\x41ILURE_REASON_COMPUTE_FAILED\x10\x07\x12$\n FAILURE_REASON_DEADLINE_EXCEEDED\x10\x08\x12\x1b\n\x17\x46\x41ILURE_REASON_DRAINING\x10\t\x12\"\n\x1e\x46\x41ILURE_REASON_LAYOUT_MISMATCH\x10\n\x12\x1e\n\x1a\x46\x41ILURE_REASON_LINK_BROKEN\x10\x0b\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,7 +32,7 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tandem.v1.errors_pb2', _glo
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_FAILUREREASON']._serialized_start=166
-  _globals['_FAILUREREASON']._serialized_end=557
+  _globals['_FAILUREREASON']._serialized_end=589
   _globals['_FAILURE']._serialized_start=37
   _globals['_FAILURE']._serialized_end=163
 # @@protoc_insertion_point(module_scope)

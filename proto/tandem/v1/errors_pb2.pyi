@@ -18,6 +18,7 @@ class FailureReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FAILURE_REASON_DEADLINE_EXCEEDED: _ClassVar[FailureReason]
     FAILURE_REASON_DRAINING: _ClassVar[FailureReason]
     FAILURE_REASON_LAYOUT_MISMATCH: _ClassVar[FailureReason]
+    FAILURE_REASON_LINK_BROKEN: _ClassVar[FailureReason]
 FAILURE_REASON_UNSPECIFIED: FailureReason
 FAILURE_REASON_INVALID_REQUEST: FailureReason
 FAILURE_REASON_OVERLOADED: FailureReason
@@ -29,6 +30,7 @@ FAILURE_REASON_COMPUTE_FAILED: FailureReason
 FAILURE_REASON_DEADLINE_EXCEEDED: FailureReason
 FAILURE_REASON_DRAINING: FailureReason
 FAILURE_REASON_LAYOUT_MISMATCH: FailureReason
+FAILURE_REASON_LINK_BROKEN: FailureReason
 
 class Failure(_message.Message):
     __slots__ = ("reason", "message", "layer", "rank")

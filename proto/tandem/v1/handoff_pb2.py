@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17tandem/v1/handoff.proto\x12\ttandem.v1\x1a\x1egoogle/protobuf/duration.proto\"\xbb\x01\n\x06Ticket\x12\n\n\x02id\x18\x01 \x01(\x0c\x12\x1a\n\x12\x64\x65\x63ode_incarnation\x18\x02 \x01(\t\x12\x1b\n\x13prefill_incarnation\x18\x03 \x01(\t\x12\x11\n\tblock_ids\x18\x04 \x03(\r\x12\x11\n\trow_start\x18\x05 \x01(\r\x12\x0f\n\x07row_end\x18\x06 \x01(\r\x12(\n\x05lease\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0b\n\x03mac\x18\x08 \x01(\x0c\"\xb7\x01\n\x07Receipt\x12\x11\n\tticket_id\x18\x01 \x01(\x0c\x12\x12\n\nticket_mac\x18\x02 \x01(\x0c\x12\r\n\x05layer\x18\x03 \x01(\r\x12\x11\n\tcomponent\x18\x04 \x01(\t\x12\x0c\n\x04rank\x18\x05 \x01(\r\x12\r\n\x05\x63hunk\x18\x06 \x01(\r\x12\x11\n\trow_start\x18\x07 \x01(\r\x12\x0f\n\x07row_end\x18\x08 \x01(\r\x12\x12\n\nsize_bytes\x18\t \x01(\x04\x12\x0e\n\x06\x64igest\x18\n \x01(\x06\"z\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_p\x18\x02 \x01(\x01\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\r\n\x05min_p\x18\x04 \x01(\x01\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\x18\n\x10\x62\x61nned_token_ids\x18\x06 \x03(\rb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17tandem/v1/handoff.proto\x12\ttandem.v1\x1a\x1egoogle/protobuf/duration.proto\"\xca\x01\n\x06Ticket\x12\n\n\x02id\x18\x01 \x01(\x0c\x12\x1a\n\x12\x64\x65\x63ode_incarnation\x18\x02 \x01(\t\x12\x1b\n\x13prefill_incarnation\x18\x03 \x01(\t\x12\x11\n\tblock_ids\x18\x04 \x03(\r\x12\x11\n\trow_start\x18\x05 \x01(\r\x12\x0f\n\x07row_end\x18\x06 \x01(\r\x12(\n\x05lease\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0b\n\x03mac\x18\x08 \x01(\x0c\x12\r\n\x05slots\x18\t \x03(\r\"\xd3\x01\n\x07Receipt\x12\x11\n\tticket_id\x18\x01 \x01(\x0c\x12\x12\n\nticket_mac\x18\x02 \x01(\x0c\x12\r\n\x05layer\x18\x03 \x01(\r\x12\x11\n\tcomponent\x18\x04 \x01(\t\x12\x0c\n\x04rank\x18\x05 \x01(\r\x12\r\n\x05\x63hunk\x18\x06 \x01(\r\x12\x11\n\trow_start\x18\x07 \x01(\r\x12\x0f\n\x07row_end\x18\x08 \x01(\r\x12\x12\n\nsize_bytes\x18\t \x01(\x04\x12\x0e\n\x06\x64igest\x18\n \x01(\x06\x12\x11\n\x04slot\x18\x0b \x01(\rH\x00\x88\x01\x01\x42\x07\n\x05_slot\"z\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_p\x18\x02 \x01(\x01\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\r\n\x05min_p\x18\x04 \x01(\x01\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\x18\n\x10\x62\x61nned_token_ids\x18\x06 \x03(\rb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,9 +33,9 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tandem.v1.handoff_pb2', _gl
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_TICKET']._serialized_start=71
-  _globals['_TICKET']._serialized_end=258
-  _globals['_RECEIPT']._serialized_start=261
-  _globals['_RECEIPT']._serialized_end=444
-  _globals['_SAMPLINGPARAMS']._serialized_start=446
-  _globals['_SAMPLINGPARAMS']._serialized_end=568
+  _globals['_TICKET']._serialized_end=273
+  _globals['_RECEIPT']._serialized_start=276
+  _globals['_RECEIPT']._serialized_end=487
+  _globals['_SAMPLINGPARAMS']._serialized_start=489
+  _globals['_SAMPLINGPARAMS']._serialized_end=611
 # @@protoc_insertion_point(module_scope)

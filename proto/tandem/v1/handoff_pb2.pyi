@@ -10,7 +10,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Ticket(_message.Message):
-    __slots__ = ("id", "decode_incarnation", "prefill_incarnation", "block_ids", "row_start", "row_end", "lease", "mac")
+    __slots__ = ("id", "decode_incarnation", "prefill_incarnation", "block_ids", "row_start", "row_end", "lease", "mac", "slots")
     ID_FIELD_NUMBER: _ClassVar[int]
     DECODE_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     PREFILL_INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -19,6 +19,7 @@ class Ticket(_message.Message):
     ROW_END_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
     MAC_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
     id: bytes
     decode_incarnation: str
     prefill_incarnation: str
@@ -27,10 +28,11 @@ class Ticket(_message.Message):
     row_end: int
     lease: _duration_pb2.Duration
     mac: bytes
-    def __init__(self, id: _Optional[bytes] = ..., decode_incarnation: _Optional[str] = ..., prefill_incarnation: _Optional[str] = ..., block_ids: _Optional[_Iterable[int]] = ..., row_start: _Optional[int] = ..., row_end: _Optional[int] = ..., lease: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., mac: _Optional[bytes] = ...) -> None: ...
+    slots: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, id: _Optional[bytes] = ..., decode_incarnation: _Optional[str] = ..., prefill_incarnation: _Optional[str] = ..., block_ids: _Optional[_Iterable[int]] = ..., row_start: _Optional[int] = ..., row_end: _Optional[int] = ..., lease: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., mac: _Optional[bytes] = ..., slots: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Receipt(_message.Message):
-    __slots__ = ("ticket_id", "ticket_mac", "layer", "component", "rank", "chunk", "row_start", "row_end", "size_bytes", "digest")
+    __slots__ = ("ticket_id", "ticket_mac", "layer", "component", "rank", "chunk", "row_start", "row_end", "size_bytes", "digest", "slot")
     TICKET_ID_FIELD_NUMBER: _ClassVar[int]
     TICKET_MAC_FIELD_NUMBER: _ClassVar[int]
     LAYER_FIELD_NUMBER: _ClassVar[int]
@@ -41,6 +43,7 @@ class Receipt(_message.Message):
     ROW_END_FIELD_NUMBER: _ClassVar[int]
     SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
+    SLOT_FIELD_NUMBER: _ClassVar[int]
     ticket_id: bytes
     ticket_mac: bytes
     layer: int
@@ -51,7 +54,8 @@ class Receipt(_message.Message):
     row_end: int
     size_bytes: int
     digest: int
-    def __init__(self, ticket_id: _Optional[bytes] = ..., ticket_mac: _Optional[bytes] = ..., layer: _Optional[int] = ..., component: _Optional[str] = ..., rank: _Optional[int] = ..., chunk: _Optional[int] = ..., row_start: _Optional[int] = ..., row_end: _Optional[int] = ..., size_bytes: _Optional[int] = ..., digest: _Optional[int] = ...) -> None: ...
+    slot: int
+    def __init__(self, ticket_id: _Optional[bytes] = ..., ticket_mac: _Optional[bytes] = ..., layer: _Optional[int] = ..., component: _Optional[str] = ..., rank: _Optional[int] = ..., chunk: _Optional[int] = ..., row_start: _Optional[int] = ..., row_end: _Optional[int] = ..., size_bytes: _Optional[int] = ..., digest: _Optional[int] = ..., slot: _Optional[int] = ...) -> None: ...
 
 class SamplingParams(_message.Message):
     __slots__ = ("temperature", "top_p", "top_k", "min_p", "seed", "banned_token_ids")

@@ -53,17 +53,21 @@ class ComponentRegion(_message.Message):
     def __init__(self, layer: _Optional[int] = ..., component: _Optional[str] = ..., base_bytes: _Optional[int] = ..., block_stride_bytes: _Optional[int] = ...) -> None: ...
 
 class KvRegion(_message.Message):
-    __slots__ = ("engine", "address", "access_key", "size_bytes", "num_blocks", "components")
+    __slots__ = ("engine", "address", "access_key", "size_bytes", "num_blocks", "components", "slot_bytes", "num_slots")
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     ACCESS_KEY_FIELD_NUMBER: _ClassVar[int]
     SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     COMPONENTS_FIELD_NUMBER: _ClassVar[int]
+    SLOT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_SLOTS_FIELD_NUMBER: _ClassVar[int]
     engine: str
     address: str
     access_key: bytes
     size_bytes: int
     num_blocks: int
     components: _containers.RepeatedCompositeFieldContainer[ComponentRegion]
-    def __init__(self, engine: _Optional[str] = ..., address: _Optional[str] = ..., access_key: _Optional[bytes] = ..., size_bytes: _Optional[int] = ..., num_blocks: _Optional[int] = ..., components: _Optional[_Iterable[_Union[ComponentRegion, _Mapping]]] = ...) -> None: ...
+    slot_bytes: int
+    num_slots: int
+    def __init__(self, engine: _Optional[str] = ..., address: _Optional[str] = ..., access_key: _Optional[bytes] = ..., size_bytes: _Optional[int] = ..., num_blocks: _Optional[int] = ..., components: _Optional[_Iterable[_Union[ComponentRegion, _Mapping]]] = ..., slot_bytes: _Optional[int] = ..., num_slots: _Optional[int] = ...) -> None: ...

@@ -28,7 +28,7 @@ from tandem.v1 import handoff_pb2 as tandem_dot_v1_dot_handoff__pb2
 from tandem.v1 import layout_pb2 as tandem_dot_v1_dot_layout__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ftandem/v1/prefill_service.proto\x12\ttandem.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x16tandem/v1/errors.proto\x1a\x17tandem/v1/handoff.proto\x1a\x16tandem/v1/layout.proto\"\xa9\x01\n\x10HandshakeRequest\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x1a\n\x12\x64\x65\x63ode_incarnation\x18\x02 \x01(\t\x12#\n\x06layout\x18\x03 \x01(\x0b\x32\x13.tandem.v1.KvLayout\x12#\n\x06region\x18\x04 \x01(\x0b\x32\x13.tandem.v1.KvRegion\x12\x15\n\rmax_model_len\x18\x05 \x01(\r\"\x84\x01\n\x11HandshakeResponse\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x1b\n\x13prefill_incarnation\x18\x02 \x01(\t\x12#\n\x06layout\x18\x03 \x01(\x0b\x32\x13.tandem.v1.KvLayout\x12\x19\n\x11max_prompt_tokens\x18\x04 \x01(\r\"\xa9\x01\n\x0ePrefillRequest\x12!\n\x05start\x18\x01 \x01(\x0b\x32\x10.tandem.v1.StartH\x00\x12!\n\x05grant\x18\x02 \x01(\x0b\x32\x10.tandem.v1.GrantH\x00\x12!\n\x05renew\x18\x03 \x01(\x0b\x32\x10.tandem.v1.RenewH\x00\x12#\n\x06revoke\x18\x04 \x01(\x0b\x32\x11.tandem.v1.RevokeH\x00\x42\t\n\x07message\"\xba\x02\n\x0fPrefillResponse\x12\'\n\x08\x61\x64mitted\x18\x01 \x01(\x0b\x32\x13.tandem.v1.AdmittedH\x00\x12\x30\n\rstarting_soon\x18\x02 \x01(\x0b\x32\x17.tandem.v1.StartingSoonH\x00\x12\'\n\x08progress\x18\x03 \x01(\x0b\x32\x13.tandem.v1.ProgressH\x00\x12!\n\x05\x66irst\x18\x04 \x01(\x0b\x32\x10.tandem.v1.FirstH\x00\x12%\n\x07\x64rained\x18\x05 \x01(\x0b\x32\x12.tandem.v1.DrainedH\x00\x12#\n\x06\x66\x61iled\x18\x06 \x01(\x0b\x32\x11.tandem.v1.FailedH\x00\x12)\n\theartbeat\x18\x07 \x01(\x0b\x32\x14.tandem.v1.HeartbeatH\x00\x42\t\n\x07message\"\xd6\x01\n\x05Start\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x12\n\nhandoff_id\x18\x02 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\r\x12\x17\n\x0fpush_from_token\x18\x04 \x01(\r\x12\x19\n\x11num_output_tokens\x18\x05 \x01(\r\x12+\n\x08sampling\x18\x06 \x01(\x0b\x32\x19.tandem.v1.SamplingParams\x12*\n\x07timeout\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\"*\n\x05Grant\x12!\n\x06ticket\x18\x01 \x01(\x0b\x32\x11.tandem.v1.Ticket\"\x1a\n\x05Renew\x12\x11\n\tticket_id\x18\x01 \x01(\x0c\"*\n\x06Revoke\x12\x11\n\tticket_id\x18\x01 \x01(\x0c\x12\r\n\x05\x63\x61use\x18\x02 \x01(\t\"&\n\x08\x41\x64mitted\x12\x1a\n\x12num_pending_tokens\x18\x01 \x01(\x04\"\x0e\n\x0cStartingSoon\"0\n\x08Progress\x12$\n\x08receipts\x18\x01 \x03(\x0b\x32\x12.tandem.v1.Receipt\"\x95\x01\n\x05\x46irst\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\x12-\n\nqueue_time\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12/\n\x0c\x63ompute_time\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x0b\n\tHeartbeat\"\x1c\n\x07\x44rained\x12\x11\n\tticket_id\x18\x01 \x01(\x0c\"-\n\x06\x46\x61iled\x12#\n\x07\x66\x61ilure\x18\x01 \x01(\x0b\x32\x12.tandem.v1.Failure\"1\n\rRevokeRequest\x12\x11\n\tticket_id\x18\x01 \x01(\x0c\x12\r\n\x05\x63\x61use\x18\x02 \x01(\t\"-\n\x0eRevokeResponse\x12\x1b\n\x13prefill_incarnation\x18\x01 \x01(\t\"\x16\n\x14GetPoolStatusRequest\"\xcb\x01\n\x15GetPoolStatusResponse\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\x12\x17\n\x0fnum_free_blocks\x18\x02 \x01(\r\x12\x1c\n\x14num_evictable_blocks\x18\x03 \x01(\r\x12\x17\n\x0fnum_queued_jobs\x18\x04 \x01(\r\x12\x17\n\x0fnum_active_jobs\x18\x05 \x01(\r\x12\x18\n\x10num_pushed_bytes\x18\x06 \x01(\x04\x12\x1b\n\x13prefill_incarnation\x18\x07 \x01(\t2\xb1\x02\n\x0ePrefillService\x12\x46\n\tHandshake\x12\x1b.tandem.v1.HandshakeRequest\x1a\x1c.tandem.v1.HandshakeResponse\x12\x44\n\x07Prefill\x12\x19.tandem.v1.PrefillRequest\x1a\x1a.tandem.v1.PrefillResponse(\x01\x30\x01\x12=\n\x06Revoke\x12\x18.tandem.v1.RevokeRequest\x1a\x19.tandem.v1.RevokeResponse\x12R\n\rGetPoolStatus\x12\x1f.tandem.v1.GetPoolStatusRequest\x1a .tandem.v1.GetPoolStatusResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ftandem/v1/prefill_service.proto\x12\ttandem.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x16tandem/v1/errors.proto\x1a\x17tandem/v1/handoff.proto\x1a\x16tandem/v1/layout.proto\"\xa9\x01\n\x10HandshakeRequest\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x1a\n\x12\x64\x65\x63ode_incarnation\x18\x02 \x01(\t\x12#\n\x06layout\x18\x03 \x01(\x0b\x32\x13.tandem.v1.KvLayout\x12#\n\x06region\x18\x04 \x01(\x0b\x32\x13.tandem.v1.KvRegion\x12\x15\n\rmax_model_len\x18\x05 \x01(\r\"\x84\x01\n\x11HandshakeResponse\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x1b\n\x13prefill_incarnation\x18\x02 \x01(\t\x12#\n\x06layout\x18\x03 \x01(\x0b\x32\x13.tandem.v1.KvLayout\x12\x19\n\x11max_prompt_tokens\x18\x04 \x01(\r\"\xd7\x01\n\x0ePrefillRequest\x12!\n\x05start\x18\x01 \x01(\x0b\x32\x10.tandem.v1.StartH\x00\x12!\n\x05grant\x18\x02 \x01(\x0b\x32\x10.tandem.v1.GrantH\x00\x12!\n\x05renew\x18\x03 \x01(\x0b\x32\x10.tandem.v1.RenewH\x00\x12#\n\x06revoke\x18\x04 \x01(\x0b\x32\x11.tandem.v1.RevokeH\x00\x12,\n\x0bslots_freed\x18\x05 \x01(\x0b\x32\x15.tandem.v1.SlotsFreedH\x00\x42\t\n\x07message\"\xba\x02\n\x0fPrefillResponse\x12\'\n\x08\x61\x64mitted\x18\x01 \x01(\x0b\x32\x13.tandem.v1.AdmittedH\x00\x12\x30\n\rstarting_soon\x18\x02 \x01(\x0b\x32\x17.tandem.v1.StartingSoonH\x00\x12\'\n\x08progress\x18\x03 \x01(\x0b\x32\x13.tandem.v1.ProgressH\x00\x12!\n\x05\x66irst\x18\x04 \x01(\x0b\x32\x10.tandem.v1.FirstH\x00\x12%\n\x07\x64rained\x18\x05 \x01(\x0b\x32\x12.tandem.v1.DrainedH\x00\x12#\n\x06\x66\x61iled\x18\x06 \x01(\x0b\x32\x11.tandem.v1.FailedH\x00\x12)\n\theartbeat\x18\x07 \x01(\x0b\x32\x14.tandem.v1.HeartbeatH\x00\x42\t\n\x07message\"\xd6\x01\n\x05Start\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x12\n\nhandoff_id\x18\x02 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\r\x12\x17\n\x0fpush_from_token\x18\x04 \x01(\r\x12\x19\n\x11num_output_tokens\x18\x05 \x01(\r\x12+\n\x08sampling\x18\x06 \x01(\x0b\x32\x19.tandem.v1.SamplingParams\x12*\n\x07timeout\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\"*\n\x05Grant\x12!\n\x06ticket\x18\x01 \x01(\x0b\x32\x11.tandem.v1.Ticket\"\x1a\n\x05Renew\x12\x11\n\tticket_id\x18\x01 \x01(\x0c\".\n\nSlotsFreed\x12\x11\n\tticket_id\x18\x01 \x01(\x0c\x12\r\n\x05slots\x18\x02 \x03(\r\"*\n\x06Revoke\x12\x11\n\tticket_id\x18\x01 \x01(\x0c\x12\r\n\x05\x63\x61use\x18\x02 \x01(\t\"&\n\x08\x41\x64mitted\x12\x1a\n\x12num_pending_tokens\x18\x01 \x01(\x04\"\x0e\n\x0cStartingSoon\"0\n\x08Progress\x12$\n\x08receipts\x18\x01 \x03(\x0b\x32\x12.tandem.v1.Receipt\"\x95\x01\n\x05\x46irst\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\x12-\n\nqueue_time\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12/\n\x0c\x63ompute_time\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x0b\n\tHeartbeat\"\x1c\n\x07\x44rained\x12\x11\n\tticket_id\x18\x01 \x01(\x0c\"-\n\x06\x46\x61iled\x12#\n\x07\x66\x61ilure\x18\x01 \x01(\x0b\x32\x12.tandem.v1.Failure\"1\n\rRevokeRequest\x12\x11\n\tticket_id\x18\x01 \x01(\x0c\x12\r\n\x05\x63\x61use\x18\x02 \x01(\t\"-\n\x0eRevokeResponse\x12\x1b\n\x13prefill_incarnation\x18\x01 \x01(\t\"\x16\n\x14GetPoolStatusRequest\"\xcb\x01\n\x15GetPoolStatusResponse\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\x12\x17\n\x0fnum_free_blocks\x18\x02 \x01(\r\x12\x1c\n\x14num_evictable_blocks\x18\x03 \x01(\r\x12\x17\n\x0fnum_queued_jobs\x18\x04 \x01(\r\x12\x17\n\x0fnum_active_jobs\x18\x05 \x01(\r\x12\x18\n\x10num_pushed_bytes\x18\x06 \x01(\x04\x12\x1b\n\x13prefill_incarnation\x18\x07 \x01(\t2\xb1\x02\n\x0ePrefillService\x12\x46\n\tHandshake\x12\x1b.tandem.v1.HandshakeRequest\x1a\x1c.tandem.v1.HandshakeResponse\x12\x44\n\x07Prefill\x12\x19.tandem.v1.PrefillRequest\x1a\x1a.tandem.v1.PrefillResponse(\x01\x30\x01\x12=\n\x06Revoke\x12\x18.tandem.v1.RevokeRequest\x1a\x19.tandem.v1.RevokeResponse\x12R\n\rGetPoolStatus\x12\x1f.tandem.v1.GetPoolStatusRequest\x1a .tandem.v1.GetPoolStatusResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,39 +40,41 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_HANDSHAKERESPONSE']._serialized_start=324
   _globals['_HANDSHAKERESPONSE']._serialized_end=456
   _globals['_PREFILLREQUEST']._serialized_start=459
-  _globals['_PREFILLREQUEST']._serialized_end=628
-  _globals['_PREFILLRESPONSE']._serialized_start=631
-  _globals['_PREFILLRESPONSE']._serialized_end=945
-  _globals['_START']._serialized_start=948
-  _globals['_START']._serialized_end=1162
-  _globals['_GRANT']._serialized_start=1164
-  _globals['_GRANT']._serialized_end=1206
-  _globals['_RENEW']._serialized_start=1208
-  _globals['_RENEW']._serialized_end=1234
-  _globals['_REVOKE']._serialized_start=1236
-  _globals['_REVOKE']._serialized_end=1278
-  _globals['_ADMITTED']._serialized_start=1280
-  _globals['_ADMITTED']._serialized_end=1318
-  _globals['_STARTINGSOON']._serialized_start=1320
-  _globals['_STARTINGSOON']._serialized_end=1334
-  _globals['_PROGRESS']._serialized_start=1336
-  _globals['_PROGRESS']._serialized_end=1384
-  _globals['_FIRST']._serialized_start=1387
-  _globals['_FIRST']._serialized_end=1536
-  _globals['_HEARTBEAT']._serialized_start=1538
-  _globals['_HEARTBEAT']._serialized_end=1549
-  _globals['_DRAINED']._serialized_start=1551
-  _globals['_DRAINED']._serialized_end=1579
-  _globals['_FAILED']._serialized_start=1581
-  _globals['_FAILED']._serialized_end=1626
-  _globals['_REVOKEREQUEST']._serialized_start=1628
-  _globals['_REVOKEREQUEST']._serialized_end=1677
-  _globals['_REVOKERESPONSE']._serialized_start=1679
-  _globals['_REVOKERESPONSE']._serialized_end=1724
-  _globals['_GETPOOLSTATUSREQUEST']._serialized_start=1726
-  _globals['_GETPOOLSTATUSREQUEST']._serialized_end=1748
-  _globals['_GETPOOLSTATUSRESPONSE']._serialized_start=1751
-  _globals['_GETPOOLSTATUSRESPONSE']._serialized_end=1954
-  _globals['_PREFILLSERVICE']._serialized_start=1957
-  _globals['_PREFILLSERVICE']._serialized_end=2262
+  _globals['_PREFILLREQUEST']._serialized_end=674
+  _globals['_PREFILLRESPONSE']._serialized_start=677
+  _globals['_PREFILLRESPONSE']._serialized_end=991
+  _globals['_START']._serialized_start=994
+  _globals['_START']._serialized_end=1208
+  _globals['_GRANT']._serialized_start=1210
+  _globals['_GRANT']._serialized_end=1252
+  _globals['_RENEW']._serialized_start=1254
+  _globals['_RENEW']._serialized_end=1280
+  _globals['_SLOTSFREED']._serialized_start=1282
+  _globals['_SLOTSFREED']._serialized_end=1328
+  _globals['_REVOKE']._serialized_start=1330
+  _globals['_REVOKE']._serialized_end=1372
+  _globals['_ADMITTED']._serialized_start=1374
+  _globals['_ADMITTED']._serialized_end=1412
+  _globals['_STARTINGSOON']._serialized_start=1414
+  _globals['_STARTINGSOON']._serialized_end=1428
+  _globals['_PROGRESS']._serialized_start=1430
+  _globals['_PROGRESS']._serialized_end=1478
+  _globals['_FIRST']._serialized_start=1481
+  _globals['_FIRST']._serialized_end=1630
+  _globals['_HEARTBEAT']._serialized_start=1632
+  _globals['_HEARTBEAT']._serialized_end=1643
+  _globals['_DRAINED']._serialized_start=1645
+  _globals['_DRAINED']._serialized_end=1673
+  _globals['_FAILED']._serialized_start=1675
+  _globals['_FAILED']._serialized_end=1720
+  _globals['_REVOKEREQUEST']._serialized_start=1722
+  _globals['_REVOKEREQUEST']._serialized_end=1771
+  _globals['_REVOKERESPONSE']._serialized_start=1773
+  _globals['_REVOKERESPONSE']._serialized_end=1818
+  _globals['_GETPOOLSTATUSREQUEST']._serialized_start=1820
+  _globals['_GETPOOLSTATUSREQUEST']._serialized_end=1842
+  _globals['_GETPOOLSTATUSRESPONSE']._serialized_start=1845
+  _globals['_GETPOOLSTATUSRESPONSE']._serialized_end=2048
+  _globals['_PREFILLSERVICE']._serialized_start=2051
+  _globals['_PREFILLSERVICE']._serialized_end=2356
 # @@protoc_insertion_point(module_scope)

@@ -39,16 +39,18 @@ class HandshakeResponse(_message.Message):
     def __init__(self, session_id: _Optional[str] = ..., prefill_incarnation: _Optional[str] = ..., layout: _Optional[_Union[_layout_pb2.KvLayout, _Mapping]] = ..., max_prompt_tokens: _Optional[int] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("start", "grant", "renew", "revoke")
+    __slots__ = ("start", "grant", "renew", "revoke", "slots_freed")
     START_FIELD_NUMBER: _ClassVar[int]
     GRANT_FIELD_NUMBER: _ClassVar[int]
     RENEW_FIELD_NUMBER: _ClassVar[int]
     REVOKE_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FREED_FIELD_NUMBER: _ClassVar[int]
     start: Start
     grant: Grant
     renew: Renew
     revoke: Revoke
-    def __init__(self, start: _Optional[_Union[Start, _Mapping]] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., renew: _Optional[_Union[Renew, _Mapping]] = ..., revoke: _Optional[_Union[Revoke, _Mapping]] = ...) -> None: ...
+    slots_freed: SlotsFreed
+    def __init__(self, start: _Optional[_Union[Start, _Mapping]] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., renew: _Optional[_Union[Renew, _Mapping]] = ..., revoke: _Optional[_Union[Revoke, _Mapping]] = ..., slots_freed: _Optional[_Union[SlotsFreed, _Mapping]] = ...) -> None: ...
 
 class PrefillResponse(_message.Message):
     __slots__ = ("admitted", "starting_soon", "progress", "first", "drained", "failed", "heartbeat")
@@ -97,6 +99,14 @@ class Renew(_message.Message):
     TICKET_ID_FIELD_NUMBER: _ClassVar[int]
     ticket_id: bytes
     def __init__(self, ticket_id: _Optional[bytes] = ...) -> None: ...
+
+class SlotsFreed(_message.Message):
+    __slots__ = ("ticket_id", "slots")
+    TICKET_ID_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    ticket_id: bytes
+    slots: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, ticket_id: _Optional[bytes] = ..., slots: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Revoke(_message.Message):
     __slots__ = ("ticket_id", "cause")

@@ -7,12 +7,14 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from time import monotonic
+from typing import cast
 
 import pytest
 from prometheus_client import generate_latest
 
 from decode_service.attempt_verdict import Retry
 from decode_service.circuit_breaker import BreakerSettings
+from decode_service.landing import Landing
 from decode_service.prefill_peer import PeerState, PrefillSession
 from decode_service.prefill_pool import ChosenPeer, PrefillPool
 from decode_service.retry_budget import RetryBudget
@@ -47,6 +49,7 @@ class FakePeer:
             session_id=self.address,
             prefill_incarnation=incarnation or self.address,
             max_prompt_tokens=max_prompt_tokens,
+            landing=cast(Landing, None),
         )
 
     def invalidate(self, session: PrefillSession, cause: str) -> None:

@@ -73,7 +73,7 @@ def test_receipt_is_not_landed_before_its_digest_is_confirmed(
     checks = [reservation.begin(receipt) for receipt in receipts]
     assert not reservation.is_complete
     for check in checks:
-        reservation.confirm(check, check.digest())
+        reservation.confirm(check, check.land())
     assert reservation.is_complete
 
 
@@ -153,7 +153,7 @@ def test_receipt_after_revoke_is_refused_also_when_its_check_had_begun(
     check = reservation.begin(receipts[0])
     pair.table.begin_revoke(reservation.ticket.id)
     with pytest.raises(ReceiptStateError):
-        reservation.confirm(check, check.digest())
+        reservation.confirm(check, check.land())
     with pytest.raises(StaleTicketError):
         reservation.accept(receipts[1])
 

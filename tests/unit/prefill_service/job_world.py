@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 from kv_transfer.errors import KvTransferError
+from kv_transfer.layout import ComponentLayout, KvLayout, LayerLayout
 from kv_transfer.session import JobState
 from kv_transfer.spans import RowRange
 from kv_transfer.ticket import Receipt, Ticket
@@ -27,6 +28,18 @@ from tandem.v1 import prefill_service_pb2 as pb
 BLOCK_SIZE = 4
 NUM_BLOCKS = 8
 NUM_COMPONENTS = 3
+LAYOUT = KvLayout(
+    model_fingerprint="model",
+    block_size=BLOCK_SIZE,
+    layers=(
+        LayerLayout(
+            components=tuple(
+                ComponentLayout(name=str(index), dtype="float32", row_bytes=4)
+                for index in range(NUM_COMPONENTS)
+            )
+        ),
+    ),
+)
 PREFILL, DECODE = "prefill-1", "decode-1"
 
 
@@ -55,6 +68,7 @@ class FakePush:
     on_receipt: Callable[[Receipt], None]
     on_failure: Callable[[PushFailed], None]
     num_renewals: int = 0
+    freed_slots: list[int] = field(default_factory=list)
     is_closed: bool = False
     on_quiet: list[Callable[[], None]] = field(default_factory=list)
 
@@ -63,6 +77,9 @@ class FakePush:
 
     def renew(self) -> None:
         self.num_renewals += 1
+
+    def free_slots(self, slots: Sequence[int]) -> None:
+        self.freed_slots.extend(slots)
 
     def close(self) -> None:
         self.is_closed = True
@@ -99,6 +116,10 @@ class FakePusher:
     def __init__(self) -> None:
         self.pushes: dict[bytes, FakePush] = {}
         self.error: KvTransferError | None = None
+        self.is_broken = False
+
+    def proves_quiet(self) -> bool:
+        return not self.is_broken
 
     def open_job(
         self,
@@ -174,7 +195,7 @@ class World:
         self.tickets = TicketBook(keep_s=60.0, max_graves=1000, clock=lambda: 0.0)
         self.jobs = JobCoordinator(
             prefill_incarnation=PREFILL,
-            num_components=NUM_COMPONENTS,
+            layout=LAYOUT,
             admission=Admission(
                 self.pool,
                 block_size=BLOCK_SIZE,

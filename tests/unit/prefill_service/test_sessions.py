@@ -46,6 +46,9 @@ class FakePusher:
     def peer_is_dead(self) -> bool:
         return self.link.is_dead
 
+    def proves_quiet(self) -> bool:
+        return True
+
     def close(self) -> None:
         self.link.close()
 

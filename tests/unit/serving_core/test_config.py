@@ -23,7 +23,8 @@ COMMON_KEYS = {
     "model", "served_model_name", "dtype", "device", "num_threads", "host", "port", "insecure",
     "tls_cert", "tls_key", "tls_ca", "grpc_reflection", "metrics_port", "log_level", "block_size",
     "num_kv_blocks", "max_model_len", "max_num_seqs", "max_queued_requests", "kv_engine",
-    "kv_socket_dir", "drain_grace_s",
+    "kv_socket_dir", "kv_host", "insecure_kv_network", "kv_protocol", "kv_device",
+    "drain_grace_s",
 }  # fmt: skip
 PREFILL_KEYS = {
     "max_num_batched_tokens", "grant_timeout_s", "drain_timeout_s", "event_timeout_s",
@@ -32,7 +33,8 @@ PREFILL_KEYS = {
 DECODE_KEYS = {
     "prefill_address", "default_request_timeout_s", "default_max_tokens", "prefill_wait_s",
     "prefill_silence_s", "lease_s", "renew_interval_s", "revoke_timeout_s", "reap_interval_s",
-    "quarantine_cap_blocks", "max_unread_tokens", "graph_capture",
+    "quarantine_cap_blocks", "kv_staging_bytes", "kv_slot_bytes", "max_unread_tokens",
+    "graph_capture",
 }  # fmt: skip
 
 
