@@ -65,6 +65,7 @@ def examine() -> list[Finding]:
         _check_shared_memory,
         _check_pidfd,
         _check_socket_dir,
+        _check_mooncake,
         _check_default_model,
         _check_optional,
         _check_compiler,
@@ -203,6 +204,24 @@ def _check_socket_dir() -> Iterable[Finding]:
         value=f"{tempfile.gettempdir()}, new directories have mode {mode:04o}",
         advice="" if is_private else "the file system ignores modes; set TMPDIR to another one",
     )
+
+
+def _check_mooncake() -> Iterable[Finding]:
+    from kv_transfer.engine.mooncake import MooncakeEngine, MooncakeSettings
+    from kv_transfer.errors import EngineConfigError
+
+    version = _version("mooncake-transfer-engine-non-cuda") or "installed"
+    try:
+        MooncakeEngine(MooncakeSettings())
+    except EngineConfigError as error:
+        yield Finding(
+            name="mooncake",
+            level=Level.NOTE,
+            value=str(error),
+            advice="only needed for --kv-engine mooncake: make setup as root, or see the README",
+        )
+    else:
+        yield Finding(name="mooncake", level=Level.OK, value=f"{version}, the engine starts")
 
 
 def _check_default_model() -> Iterable[Finding]:

@@ -16,6 +16,7 @@ import ctypes
 import json
 import mmap
 import os
+import signal
 import socket
 import struct
 import sys
@@ -53,6 +54,9 @@ class _OrderError(Exception):
 
 def main() -> None:
     """Carry out the order and serve until the parent is gone."""
+    # A Ctrl-C or a stop of the unit reaches every process; only the parent decides when to end.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     control = socket.socket(fileno=int(sys.argv[1]))
     memory_fd = int(sys.argv[2])
     order = json.loads(control.recv(MAX_PACKET_BYTES))

@@ -315,6 +315,17 @@ def test_children_end_with_their_link_and_target(
         wait_until(lambda pid=pid: not is_running(pid), timeout_s=5, what=f"{pid} ends")
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_meant_for_the_service_end_no_engine(
+    target: MooncakeTarget, link: MooncakeLink, number: signal.Signals
+) -> None:
+    os.kill(link.sender_pid, number)
+    os.kill(target.receiver_pid, number)
+    source = Source(MIB, NEW)
+    link.write([source.whole()], never)
+    assert count(target, NEW) == MIB
+
+
 def is_running(pid: int) -> bool:
     try:
         os.kill(pid, 0)
