@@ -239,11 +239,6 @@ def _check_default_model() -> Iterable[Finding]:
 def _check_optional() -> Iterable[Finding]:
     wanted = (
         ("smg", "smg", "the public HTTP router: pip install smg"),
-        (
-            "mooncake-transfer-engine-non-cuda",
-            "mooncake",
-            "KV between hosts (not used by this version)",
-        ),
         ("torch-npu", "torch_npu", "Ascend NPU (not used by this version)"),
     )
     for distribution, module, purpose in wanted:

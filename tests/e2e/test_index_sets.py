@@ -21,9 +21,20 @@ PROMPT = make_prompt(4 * TOPK + 3, seed=3)
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("checkpoint", ["ds_plain", "ds_yarn", "glm_plain", "glm_shared"])
+@pytest.mark.parametrize(
+    ("checkpoint", "engine"),
+    [
+        ("ds_plain", "shm"),
+        ("ds_yarn", "shm"),
+        ("glm_plain", "shm"),
+        ("glm_shared", "shm"),
+        ("ds_yarn", "mooncake"),
+        ("glm_shared", "mooncake"),
+    ],
+)
 def test_chosen_keys_of_both_services_equal_transformers(
     checkpoint: str,
+    engine: str,
     tiny_checkpoints: dict[str, Path],
     oracle_of: Callable[[Path], Oracle],
     tmp_path: Path,
@@ -34,6 +45,7 @@ def test_chosen_keys_of_both_services_equal_transformers(
     settings = PairSettings(
         model_dir=model_dir,
         chunk_tokens=48,
+        engine=engine,
         prefill_module="tests.support.recording_service",
         decode_module="tests.support.recording_service",
         prefill_first_args=["prefill", str(logs["prefill"])],

@@ -21,22 +21,23 @@ NEIGHBOURS = [make_prompt(40 + 30 * index, seed=index) for index in range(3)]
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("chunk_tokens", [33, 512])
+@pytest.mark.parametrize(("chunk_tokens", "engine"), [(33, "shm"), (512, "shm"), (33, "mooncake")])
 def test_seeded_tokens_equal_one_process_alone_and_among_others(
-    chunk_tokens: int, tiny_checkpoints: dict[str, Path], tmp_path: Path
+    chunk_tokens: int, engine: str, tiny_checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     """I11: the first token is sampled on prefill, the others on decode, once each."""
     model_dir = tiny_checkpoints["ds_plain"]
     sampling = {"temperature": 1.0, "top_p": 0.9, "top_k": 40, "seed": 123}
-    engine = SingleProcessEngine(load_model(model_dir), 64, 16, 64)
-    truth = engine.generate(
+    single = SingleProcessEngine(load_model(model_dir), 64, 16, 64)
+    truth = single.generate(
         PROMPT,
         SamplingParams(
             temperature=1.0, top_p=0.9, top_k=40, seed=123, max_tokens=20, ignore_eos=True
         ),
     )
     request = greedy_request(PROMPT, 20, **sampling)
-    with running_pair(PairSettings(model_dir=model_dir, chunk_tokens=chunk_tokens), tmp_path) as p:
+    settings = PairSettings(model_dir=model_dir, chunk_tokens=chunk_tokens, engine=engine)
+    with running_pair(settings, tmp_path) as p:
         alone = run_generate(p.decode.address, request)
         outcomes: list[Outcome] = []
         threads = [
