@@ -8,8 +8,7 @@ the copy.
 import ctypes
 from collections.abc import Callable, Sequence
 
-import xxhash
-
+from kv_transfer.digest import NewDigest
 from kv_transfer.engine.base import MAX_BYTES_BETWEEN_CHECKS
 from kv_transfer.errors import PeerDeadError, TargetBoundsError, WriteStoppedError
 from kv_transfer.spans import CopySpan
@@ -52,15 +51,17 @@ class HostMemory:
 class HostCopier:
     """Writes into one mapped target."""
 
-    def __init__(self, target: memoryview, target_address: int) -> None:
-        """Keep the target; both arguments name the same bytes.
+    def __init__(self, target: memoryview, target_address: int, new_digest: NewDigest) -> None:
+        """Keep the target; view and address name the same bytes.
 
         Args:
             target: Writable view of bytes.
             target_address: Its address in this process.
+            new_digest: Called for each write.
         """
         self._target = target
         self._target_address = target_address
+        self._new_digest = new_digest
         self._memory = HostMemory().view
 
     def copy(
@@ -77,7 +78,7 @@ class HostCopier:
             PeerDeadError: `peer_is_dead` said so.
         """
         check_bounds(copies, self._target.nbytes)
-        digest = xxhash.xxh3_64()
+        digest = self._new_digest()
         update = digest.update
         target, memory = self._target, self._memory
         bytes_left = 0  # until the next check

@@ -12,6 +12,7 @@ import secrets
 import threading
 from collections.abc import Callable, Sequence
 
+from kv_transfer.digest import new_xxh3
 from kv_transfer.engine.base import CopySpan, TargetDescriptor, WriterState
 from kv_transfer.engine.gate import CloseGate
 from kv_transfer.engine.host_copy import HostCopier
@@ -77,7 +78,7 @@ class LoopbackLink:
     def __init__(self, target: LoopbackTarget, on_close: Callable[["LoopbackLink"], None]) -> None:
         """Connect; `on_close` is told once."""
         self._target = target
-        self._copier = HostCopier(target.buffer, target.address)
+        self._copier = HostCopier(target.buffer, target.address, new_xxh3)
         self._gate = CloseGate()
         self._on_close = on_close
 

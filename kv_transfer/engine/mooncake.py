@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+from kv_transfer.digest import NewDigest, new_xxh3
 from kv_transfer.engine.base import TargetDescriptor, WriterState
 from kv_transfer.engine.door import Door, DoorLimits
 from kv_transfer.engine.door_protocol import (
@@ -199,8 +200,12 @@ class MooncakeEngine:
     name = "mooncake"
     can_fence_writer = False
 
-    def __init__(self, settings: MooncakeSettings) -> None:
+    def __init__(self, settings: MooncakeSettings, new_digest: NewDigest = new_xxh3) -> None:
         """Check that the package and the transport can be used here.
+
+        Args:
+            settings: How engines are reached.
+            new_digest: What writes digest with.
 
         Raises:
             EngineConfigError: They cannot, or the host would open the ports without permission.
@@ -224,6 +229,7 @@ class MooncakeEngine:
             limit = "a package that loads (on Debian it needs libibverbs1, libnuma1 and libcurl4)"
             raise EngineConfigError("kv_engine", f"mooncake: {error}", limit) from error
         self._settings = settings
+        self._new_digest = new_digest
 
     def create_target(self, num_bytes: int) -> MooncakeTarget:
         """As the protocol says."""
@@ -267,6 +273,7 @@ class MooncakeEngine:
             bounce=bounce,
             target_address=base,
             target_bytes=descriptor.size_bytes,
+            new_digest=self._new_digest,
         )
 
 

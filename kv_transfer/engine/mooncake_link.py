@@ -15,8 +15,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-import xxhash
-
+from kv_transfer.digest import NewDigest
 from kv_transfer.engine.base import MAX_BYTES_BETWEEN_CHECKS, CopySpan
 from kv_transfer.engine.gate import CloseGate
 from kv_transfer.engine.host_copy import HostMemory, check_bounds
@@ -78,6 +77,7 @@ class MooncakeLink:
         bounce: mmap.mmap,
         target_address: int,
         target_bytes: int,
+        new_digest: NewDigest,
     ) -> None:
         """Own the door's connection, the sender's process and the memory shared with it."""
         self._owner_pid = os.getpid()
@@ -89,6 +89,7 @@ class MooncakeLink:
         self._memory = HostMemory()
         self._target_address = target_address
         self._target_bytes = target_bytes
+        self._new_digest = new_digest
         self._gate = CloseGate()
         self._turn = threading.Lock()  # one writer at a time
         self._is_broken = False
@@ -105,7 +106,7 @@ class MooncakeLink:
             raise WriteFaultError("the link belongs to the parent of this process")
         with self._gate.entered():
             if not copies:
-                return xxhash.xxh3_64_intdigest(b"")
+                return self._new_digest().intdigest()
             check_bounds(copies, self._target_bytes)
             with self._turn:
                 return self._write(copies, should_stop)
@@ -137,7 +138,7 @@ class MooncakeLink:
         return self._has_died
 
     def _write(self, copies: Sequence[CopySpan], should_stop: Callable[[], bool]) -> int:
-        digest = xxhash.xxh3_64()
+        digest = self._new_digest()
         free = list(range(_NUM_PIECES))
         under_way: set[int] = set()
         try:

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from kv_transfer.digest import NewDigest, new_xxh3
 from kv_transfer.engine import shm_sockets
 from kv_transfer.engine.base import CopySpan, TargetDescriptor, WriterState
 from kv_transfer.engine.door import Door, DoorLimits
@@ -113,15 +114,21 @@ class ShmTarget:
 class ShmLink:
     """Writes into the mapped memory of another process."""
 
-    def __init__(self, connection: socket.socket, process: PeerProcess, mapping: mmap.mmap) -> None:
-        """Own all three."""
+    def __init__(
+        self,
+        connection: socket.socket,
+        process: PeerProcess,
+        mapping: mmap.mmap,
+        new_digest: NewDigest,
+    ) -> None:
+        """Own the first three."""
         self._owner_pid = os.getpid()
         self._connection = connection
         self._process = process
         self._mapping = mapping
         self._view = memoryview(mapping)
         address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
-        self._copier = HostCopier(self._view, address)
+        self._copier = HostCopier(self._view, address, new_digest)
         self._gate = CloseGate()
         self._has_died = False
 
@@ -168,18 +175,25 @@ class ShmEngine:
     name = "shm"
     can_fence_writer = True
 
-    def __init__(self, socket_dir: Path, limits: DoorLimits | None = None) -> None:
+    def __init__(
+        self,
+        socket_dir: Path,
+        limits: DoorLimits | None = None,
+        new_digest: NewDigest = new_xxh3,
+    ) -> None:
         """Use a directory for the sockets; both sides must be given the same one.
 
         Args:
             socket_dir: Made if its parent is there; must be this user's, mode 0700.
             limits: Bounds of each target's door; None takes the defaults.
+            new_digest: What writes digest with.
 
         Raises:
             EngineConfigError: The directory is unfit.
         """
         self._socket_dir = shm_sockets.check_socket_dir(socket_dir)
         self._limits = limits if limits is not None else DoorLimits()
+        self._new_digest = new_digest
 
     def create_target(self, num_bytes: int) -> ShmTarget:
         """As the protocol says."""
@@ -211,7 +225,7 @@ class ShmEngine:
             finally:
                 os.close(fd)
             undo.pop_all()
-        return ShmLink(connection, process, mapping)
+        return ShmLink(connection, process, mapping, self._new_digest)
 
 
 def _connect(connection: socket.socket, path: Path, timeout_s: float) -> None:
