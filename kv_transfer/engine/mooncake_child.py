@@ -97,7 +97,7 @@ def _start_engine(order: dict[str, Any]) -> Any:
     if status != 0:
         raise _OrderError(f"the engine cannot start on {order['host']}: status {status}")
     if order["confine"]:
-        _confine_to_loopback()
+        confine_to_loopback()
     return engine
 
 
@@ -187,7 +187,7 @@ class _Sender:
             self._control.send(REPLY.pack(tag, status))
 
 
-def _confine_to_loopback() -> None:
+def confine_to_loopback() -> None:
     """Let the engine's listeners, which are open on all addresses, take loopback peers only.
 
     Every listening TCP socket of this process is the engine's: the process has nothing else.
