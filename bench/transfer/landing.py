@@ -117,11 +117,10 @@ class StagedLanding:
         for load in self._loads[plan.number]:
             loaded = control.expect(Kind.LOADED)
             start = loaded.first * SLOT_BYTES
-            self._look(ByteSpan(start, sum(part.num_bytes for part in load)), loaded.second)
-            at = self._ring.address + start
-            for part in load:
-                copy_to(at, pool.memory, pool.address, part.target_offset, part.num_bytes)
-                at += part.num_bytes
+            self._look(ByteSpan(start, load.num_bytes), loaded.second)
+            start += self._ring.address
+            for _, slot_offset, target_offset, num_bytes in load.parts:
+                copy_to(start + slot_offset, pool.memory, pool.address, target_offset, num_bytes)
             control.send(Kind.FREED, loaded.first)
 
     def _verify(self, span: ByteSpan, sent: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from kv_transfer.spans import ByteSpan, CopySpan
 
@@ -83,35 +84,45 @@ SLOT_BYTES = 2 * MIB
 NUM_SLOTS = 8
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SlotPart:
+class SlotPart(NamedTuple):
     """Bytes of one block that travel in a slot.
 
     Attributes:
         source_offset: Where they lie in the source pool.
+        slot_offset: Where they lie in the slot.
         target_offset: Where they belong in the target pool.
         num_bytes: How many.
     """
 
     source_offset: int
+    slot_offset: int
     target_offset: int
     num_bytes: int
 
 
-def slot_loads(plan: PushPlan) -> list[list[SlotPart]]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotLoad:
+    """What one use of a slot carries: the parts, in order and without gaps, and their sum."""
+
+    parts: list[SlotPart]
+    num_bytes: int
+
+
+def slot_loads(plan: PushPlan) -> list[SlotLoad]:
     """Return what each use of a slot carries, in order; a block larger than a slot is cut."""
-    loads: list[list[SlotPart]] = []
-    left = 0
+    loads: list[SlotLoad] = []
+    parts: list[SlotPart] = []
+    used = 0
     for source, target in zip(plan.source_offsets, plan.target_offsets, strict=True):
         done = 0
         while done < plan.block_bytes:
-            if not left:
-                loads.append([])
-                left = SLOT_BYTES
-            size = min(left, plan.block_bytes - done)
-            loads[-1].append(
-                SlotPart(source_offset=source + done, target_offset=target + done, num_bytes=size)
-            )
+            size = min(SLOT_BYTES - used, plan.block_bytes - done)
+            parts.append(SlotPart(source + done, used, target + done, size))
             done += size
-            left -= size
+            used += size
+            if used == SLOT_BYTES:
+                loads.append(SlotLoad(parts=parts, num_bytes=used))
+                parts, used = [], 0
+    if parts:
+        loads.append(SlotLoad(parts=parts, num_bytes=used))
     return loads

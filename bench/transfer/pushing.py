@@ -9,7 +9,7 @@ from typing import Protocol
 
 from bench.transfer.control import Control, Kind
 from bench.transfer.naive import NaiveEngine
-from bench.transfer.plan import NUM_SLOTS, PLANS, SLOT_BYTES, PushPlan, slot_loads
+from bench.transfer.plan import NUM_SLOTS, PLANS, SLOT_BYTES, PushPlan, SlotLoad, slot_loads
 from kv_transfer.engine.base import CopySpan, WriterLink
 
 
@@ -112,27 +112,36 @@ class StagedPush:
 
     def __init__(self, source_address: int, link: WriterLink) -> None:
         """Write through `link`, whose target is the ring."""
-        self._source_address = source_address
         self._link = link
-        self._loads = {plan.number: slot_loads(plan) for plan in PLANS}
+        self._writes = {
+            plan.number: [
+                [_into_slot(load, slot, source_address) for slot in range(NUM_SLOTS)]
+                for load in slot_loads(plan)
+            ]
+            for plan in PLANS
+        }
 
     def run(self, plan: PushPlan, control: Control) -> None:
         """As the protocol says."""
         free = list(range(NUM_SLOTS))
-        for load in self._loads[plan.number]:
+        for by_slot in self._writes[plan.number]:
             if not free:
                 free.append(control.expect(Kind.FREED).first)
             slot = free.pop()
-            copies: list[CopySpan] = []
-            at = slot * SLOT_BYTES
-            for part in load:
-                copies.append(
-                    CopySpan(self._source_address + part.source_offset, at, part.num_bytes)
-                )
-                at += part.num_bytes
-            control.send(Kind.LOADED, slot, self._link.write(copies, _never))
+            control.send(Kind.LOADED, slot, self._link.write(by_slot[slot], _never))
         while len(free) < NUM_SLOTS:
             free.append(control.expect(Kind.FREED).first)
+
+
+def _into_slot(load: SlotLoad, slot: int, source_address: int) -> list[CopySpan]:
+    return [
+        CopySpan(
+            source_address + part.source_offset,
+            slot * SLOT_BYTES + part.slot_offset,
+            part.num_bytes,
+        )
+        for part in load.parts
+    ]
 
 
 def _tell_and_wait(control: Control, digest: int = 0) -> None:
