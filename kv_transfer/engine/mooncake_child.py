@@ -30,7 +30,10 @@ REPLY = struct.Struct("<Ii")  # tag, status: 1 is done
 DONE = 1
 MAX_PACKET_BYTES = 4096
 _SUBMIT_FAILED = -3
-# A sleep shorter than what a small transfer takes, long enough not to spin.
+# A transfer that goes well is asked for again and again, giving way to every other thread: a core
+# that sleeps in between takes longer to wake than a small transfer. One that goes on for longer
+# than this without an end is asked for with sleeps.
+_EAGER_S = 2e-3
 _POLL_INTERVAL_S = 30e-6
 _TCP_LISTEN = "0A"
 
@@ -149,12 +152,17 @@ class _Sender:
 
     def serve(self) -> None:
         """Return when the parent has closed its end."""
+        eager_until_s = 0.0
         while True:
             flags = socket.MSG_DONTWAIT if self._pending else 0
             try:
                 packet = self._control.recv(MAX_PACKET_BYTES, flags)
             except BlockingIOError:
-                if not self._settle():
+                if self._settle():
+                    eager_until_s = time.monotonic() + _EAGER_S
+                elif time.monotonic() < eager_until_s:
+                    os.sched_yield()
+                else:
                     time.sleep(_POLL_INTERVAL_S)
                 continue
             except OSError:
@@ -169,6 +177,7 @@ class _Sender:
                 self._reply(tag, _SUBMIT_FAILED)
             else:
                 self._pending[tag] = transfer_id
+                eager_until_s = time.monotonic() + _EAGER_S
 
     def _settle(self) -> bool:
         """Reply for what has ended; returns whether anything has."""
