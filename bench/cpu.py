@@ -1,17 +1,19 @@
 """Cores for the processes of a benchmark, and how much CPU others took meanwhile.
 
 A figure of a machine that was busy with something else is not a figure. So each measurement has a
-window, and what other processes ran in it is known: the time that the kernel counts as busy, less
-the time of our own processes.
+window, and what other processes ran in it is counted in two ways, of which the larger holds: what
+each process that is not ours used, and the time that the kernel counts as busy less our own. The
+first does not see other containers, the second samples and overlooks short bursts.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
@@ -20,6 +22,20 @@ MAX_FOREIGN_CPU_SHARE = 0.05
 # Fields of the "cpu" line of /proc/stat.
 _USER, _NICE, _SYSTEM, _IDLE, _IOWAIT, _IRQ, _SOFTIRQ, _STEAL = range(8)
 _CPUCLOCK_SCHED = 2
+
+
+class ProcessKey(NamedTuple):
+    """A process; ids are used again."""
+
+    pid: int
+    started_s: float
+
+
+class ProcessCpu(NamedTuple):
+    """CPU seconds of a process, and of its children that have ended and were waited for."""
+
+    own_s: float
+    children_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,12 +47,14 @@ class CpuReading:
         busy_s: Time in which a core of this machine ran anything, over all cores.
         steal_s: Time in which the host of a virtual machine gave a core to others.
         ours_s: CPU time of this process and its descendants, ended ones included.
+        others: CPU time of every other process.
     """
 
     wall_s: float
     busy_s: float
     steal_s: float
     ours_s: float
+    others: Mapping[ProcessKey, ProcessCpu]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,14 +85,30 @@ def window(before: CpuReading, after: CpuReading, num_cores: int) -> CpuWindow:
         raise ValueError("the window is empty")
     capacity_s = wall_s * num_cores
     ours_s = after.ours_s - before.ours_s
-    foreign_s = after.busy_s - before.busy_s - ours_s
+    unexplained_s = after.busy_s - before.busy_s - ours_s
     return CpuWindow(
         wall_s=wall_s,
-        # The counters tick, so in a short window ours may seem to be more than all.
-        foreign_share=max(0.0, foreign_s) / capacity_s,
+        foreign_share=max(unexplained_s, used_s(before.others, after.others)) / capacity_s,
         steal_share=(after.steal_s - before.steal_s) / capacity_s,
         own_share=ours_s / capacity_s,
     )
+
+
+def used_s(
+    before: Mapping[ProcessKey, ProcessCpu], after: Mapping[ProcessKey, ProcessCpu]
+) -> float:
+    """Return the CPU seconds that processes used between two readings.
+
+    A process that has ended is seen in what its parent's children used, if it was waited for.
+    """
+    own_s = children_s = 0.0
+    for key, cpu in after.items():
+        earlier = before.get(key, ProcessCpu(0.0, 0.0))
+        own_s += cpu.own_s - earlier.own_s
+        children_s += cpu.children_s - earlier.children_s
+    # What the ended ones had used before the window is part of that.
+    children_s -= sum(sum(before[key]) for key in before.keys() - after.keys())
+    return own_s + max(0.0, children_s)
 
 
 def parse_proc_stat(text: str, ticks_per_s: int) -> tuple[float, float]:
@@ -87,28 +121,26 @@ def parse_proc_stat(text: str, ticks_per_s: int) -> tuple[float, float]:
     return busy / ticks_per_s, ticks[_STEAL] / ticks_per_s
 
 
-def tree_cpu_s(root: psutil.Process) -> float:
-    """Return the CPU seconds of a process and its descendants.
-
-    What a child used moves to its parent's count of children when it is waited for, so the sum does
-    not fall when one ends.
-    """
-    total_s = 0.0
-    for process in [root, *root.children(recursive=True)]:
-        try:
-            times = process.cpu_times()
-        except psutil.NoSuchProcess:
-            continue
-        total_s += times.user + times.system + times.children_user + times.children_system
-    return total_s
-
-
 def read_cpu() -> CpuReading:
     """Read the counters of this machine."""
-    ours_s = tree_cpu_s(psutil.Process())
+    root = psutil.Process()
+    ours = {process.pid for process in [root, *root.children(recursive=True)]}
+    ours_s = 0.0
+    others: dict[ProcessKey, ProcessCpu] = {}
+    for process in psutil.process_iter(["cpu_times", "create_time"]):
+        times = process.info["cpu_times"]
+        if times is None:  # it has just ended
+            continue
+        cpu = ProcessCpu(times.user + times.system, times.children_user + times.children_system)
+        if process.pid in ours:
+            ours_s += sum(cpu)
+        else:
+            others[ProcessKey(process.pid, process.info["create_time"])] = cpu
     text = Path("/proc/stat").read_text(encoding="ascii")
     busy_s, steal_s = parse_proc_stat(text, os.sysconf("SC_CLK_TCK"))
-    return CpuReading(wall_s=time.monotonic(), busy_s=busy_s, steal_s=steal_s, ours_s=ours_s)
+    return CpuReading(
+        wall_s=time.monotonic(), busy_s=busy_s, steal_s=steal_s, ours_s=ours_s, others=others
+    )
 
 
 class CpuMeter:
