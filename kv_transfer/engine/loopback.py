@@ -78,7 +78,7 @@ class LoopbackLink:
     def __init__(self, target: LoopbackTarget, on_close: Callable[["LoopbackLink"], None]) -> None:
         """Connect; `on_close` is told once."""
         self._target = target
-        self._copier = HostCopier(target.buffer, target.address, new_xxh3)
+        self._copier = HostCopier(target.buffer, new_xxh3)
         self._gate = CloseGate()
         self._on_close = on_close
 

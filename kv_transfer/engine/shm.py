@@ -127,8 +127,7 @@ class ShmLink:
         self._process = process
         self._mapping = mapping
         self._view = memoryview(mapping)
-        address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
-        self._copier = HostCopier(self._view, address, new_digest)
+        self._copier = HostCopier(self._view, new_digest)
         self._gate = CloseGate()
         self._has_died = False
 
