@@ -30,7 +30,7 @@ CHECK_PYTHON = $(PYTHON) -c 'import sys, venv; sys.exit(sys.version_info < (3, 1
 
 .PHONY: help
 help: ## List the targets.
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 .PHONY: setup
 setup: $(STAMP) ## Make .venv with everything that the other targets need.
@@ -116,6 +116,10 @@ docs: setup ## Regenerate the parts of docs/ that are made from code.
 .PHONY: bench
 bench: setup ## Measure a local pair and print the figures.
 	$(BIN)/python -m bench.pair $(BENCH_ARGS)
+
+.PHONY: bench-transfer
+bench-transfer: setup ## Measure how fast the engines move blocks, and save the figures.
+	$(BIN)/python -m bench.transfer --save $(BENCH_ARGS)
 
 .PHONY: clean
 clean: ## Remove the environments and caches.
