@@ -12,6 +12,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from decode_service.kv_memory import EngineFactory, KvMemory, make_kv_memory
 from decode_service.kv_receive import KvReceiver
 from decode_service.landings import make_landings
 from decode_service.loop_mailbox import LoopMailbox
+from decode_service.peers_file import PeersFile
 from decode_service.prefill_peer import PROTOCOL_VERSION, PeerState, PrefillPeer
 from decode_service.prefill_pool import PrefillPool
 from decode_service.request_parsing import RequestLimits
@@ -125,6 +127,7 @@ class App:
         self._ended = asyncio.Event()
         self._fatal: BaseException | None = None
         self._metrics_server: MetricsServer | None = None
+        self._peers_file_task: asyncio.Task[None] | None = None
         self._blocks = BlockQueue(
             parts.memory.pool,
             max_waiting=parts.config.max_queued_requests,
@@ -201,7 +204,7 @@ class App:
         self._runner.start()
         await self._health.start()
         self._health_task = asyncio.create_task(self._report_health())
-        self._peers.configure(self._config.prefill_address)
+        await self._start_peers()
         await self._bound.server.start()
         self._set_ready(True)
 
@@ -223,6 +226,8 @@ class App:
         await self._bound.server.stop(_STOP_TIMEOUT_S)
         if not await self._revoker.stop(_STOP_TIMEOUT_S):
             logger.warning("writers of some tickets are not proven quiet; their blocks die with us")
+        if self._peers_file_task is not None:
+            self._peers_file_task.cancel()
         await self._peers.stop()
         self._health_task.cancel()
         if not await asyncio.to_thread(self._runner.stop, _STOP_TIMEOUT_S):
@@ -233,6 +238,26 @@ class App:
         if self._metrics_server is not None:
             await asyncio.to_thread(self._metrics_server.close)
             self._metrics_server = None
+
+    async def _start_peers(self) -> None:
+        """Take the peers of the configuration and follow the file of more of them.
+
+        Raises:
+            ConfigError: The file is wrong.
+        """
+        fixed = self._config.prefill_address
+        if not self._config.prefill_peers_file:
+            self._peers.configure(fixed)
+            return
+        metrics = self._parts.metrics
+        peers_file = PeersFile(
+            Path(self._config.prefill_peers_file),
+            on_addresses=lambda more: self._peers.configure(tuple(dict.fromkeys(fixed + more))),
+            on_invalid=lambda is_invalid: metrics.peers_file_invalid.set(float(is_invalid)),
+        )
+        await peers_file.start()
+        self._peers_file_task = asyncio.create_task(peers_file.run())
+        self._peers_file_task.add_done_callback(_report_end)
 
     def _bind(self) -> BoundServer:
         bound = build_server(
@@ -386,3 +411,9 @@ class App:
             pool.check_integrity()
             if pool.num_free + pool.num_evictable != pool.num_total:
                 logger.error("idle, and %d blocks are missing", pool.num_total - pool.num_free)
+
+
+def _report_end(task: "asyncio.Task[None]") -> None:
+    """A task that goes on until it is cancelled ends by a mistake of ours only."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.error("the file of prefill services is not followed any more", exc_info=error)

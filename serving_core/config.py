@@ -25,6 +25,7 @@ from serving_core.config_keys import (
     ServiceConfig,
 )
 from serving_core.errors import ConfigError
+from serving_core.peer_addresses import is_host_port, read_peers_file
 
 __all__ = [
     "DecodeConfig",
@@ -277,12 +278,21 @@ def _cross_checks(config: ServiceConfig) -> list[str]:
 
 def _decode_checks(config: DecodeConfig) -> list[str]:
     problems: list[str] = []
-    if not config.prefill_address:
-        problems.append("prefill-address is not set: must name at least one prefill service")
-    for address in config.prefill_address:
-        host, _, port = address.rpartition(":")
-        if not (host and port.isdigit() and 0 < int(port) <= 65535):
-            problems.append(f"prefill-address = {address}: must be host:port")
+    if not (config.prefill_address or config.prefill_peers_file):
+        problems.append(
+            "prefill-address is not set: must name at least one prefill service, unless "
+            "prefill-peers-file is set"
+        )
+    problems.extend(
+        f"prefill-address = {address}: must be host:port"
+        for address in config.prefill_address
+        if not is_host_port(address)
+    )
+    if config.prefill_peers_file:
+        try:
+            read_peers_file(Path(config.prefill_peers_file))
+        except ConfigError as error:
+            problems.extend(f"prefill-peers-file: {problem}" for problem in error.problems)
     if config.kv_slot_bytes > config.kv_staging_bytes:
         problems.append(
             f"kv-slot-bytes = {config.kv_slot_bytes}: must be at most kv-staging-bytes = "

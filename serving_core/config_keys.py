@@ -165,7 +165,14 @@ class DecodeConfig(ServiceConfig):
     """Keys of the decode service."""
 
     prefill_address: tuple[str, ...] = key(
-        (), "host:port of a prefill service; repeat for more. At least one is required."
+        (),
+        "host:port of a prefill service; repeat for more. At least one is required, unless there "
+        "is a `prefill-peers-file`.",
+    )
+    prefill_peers_file: str = key(
+        "",
+        "TOML file with more prefill services, `prefill-address = [...]`, read again whenever it "
+        "changes. Empty means none.",
     )
     default_request_timeout_s: float = key(
         600.0, "Time limit of a request whose client sets none.", unit="seconds",

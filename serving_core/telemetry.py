@@ -128,6 +128,10 @@ class DecodeMetrics(_ServiceMetrics):
         self.handoff_retries = self._counter(
             "tandem_handoff_retries", "Hand-offs that were tried again on a fresh ticket."
         )
+        self.peers_file_invalid = self._gauge(
+            "tandem_prefill_peers_file_invalid",
+            "Whether the file of prefill services is wrong, so that older ones are kept.",
+        )
         self.handoff_retries_denied = self._counter(
             "tandem_handoff_retries_denied",
             "Hand-offs that were not tried again because the retry budget was empty.",

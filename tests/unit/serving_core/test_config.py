@@ -31,10 +31,10 @@ PREFILL_KEYS = {
     "connect_timeout_s", "max_decode_sessions",
 }  # fmt: skip
 DECODE_KEYS = {
-    "prefill_address", "default_request_timeout_s", "default_max_tokens", "prefill_wait_s",
-    "prefill_silence_s", "lease_s", "renew_interval_s", "revoke_timeout_s", "reap_interval_s",
-    "quarantine_cap_blocks", "kv_staging_bytes", "kv_slot_bytes", "max_unread_tokens",
-    "graph_capture",
+    "prefill_address", "prefill_peers_file", "default_request_timeout_s", "default_max_tokens",
+    "prefill_wait_s", "prefill_silence_s", "lease_s", "renew_interval_s", "revoke_timeout_s",
+    "reap_interval_s", "quarantine_cap_blocks", "kv_staging_bytes", "kv_slot_bytes",
+    "max_unread_tokens", "graph_capture",
 }  # fmt: skip
 
 
@@ -131,6 +131,29 @@ def test_command_line_of_decode_is_read(tmp_path: Path) -> None:
 def test_bad_prefill_address_is_refused(tmp_path: Path, address: str) -> None:
     with pytest.raises(ConfigError, match="prefill-address"):
         load_decode_config([f"--model={tmp_path}", f"--prefill-address={address}"])
+
+
+def test_peers_file_stands_in_for_addresses_and_may_be_empty(tmp_path: Path) -> None:
+    peers = tmp_path / "peers.toml"
+    peers.touch()
+    config = load_decode_config([f"--model={tmp_path}", f"--prefill-peers-file={peers}"])
+    assert (config.prefill_address, config.prefill_peers_file) == ((), str(peers))
+
+
+def test_every_problem_of_a_peers_file_is_a_problem_of_the_configuration(tmp_path: Path) -> None:
+    peers = tmp_path / "peers.toml"
+    peers.write_text('prefill-address = [\n  "a:1",\n  "b",\n  "c:0",\n]\n')
+    with pytest.raises(ConfigError) as caught:
+        load_decode_config([f"--model={tmp_path}", f"--prefill-peers-file={peers}"])
+    assert caught.value.problems == (
+        f"prefill-peers-file: {peers}:3: prefill-address = 'b': must be host:port",
+        f"prefill-peers-file: {peers}:4: prefill-address = 'c:0': must be host:port",
+    )
+
+
+def test_peers_file_that_is_not_there_is_a_problem(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        load_decode_config([f"--model={tmp_path}", f"--prefill-peers-file={tmp_path / 'x'}"])
 
 
 def test_environment_of_the_other_role_is_no_problem(tmp_path: Path) -> None:
