@@ -136,6 +136,9 @@ class DecodeMetrics(_ServiceMetrics):
             "tandem_handoff_retries_denied",
             "Hand-offs that were not tried again because the retry budget was empty.",
         )
+        self._add_labelled()
+
+    def _add_labelled(self) -> None:
         self._requests = Counter(
             "vllm:request_success",
             "Requests by finish reason.",
