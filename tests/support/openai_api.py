@@ -42,11 +42,12 @@ class Reply:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Api:
-    """A running router; `requests` tells what decode was asked by it."""
+    """A running router; `requests` tells what decode was asked by it, `pids` are by service."""
 
     model_dir: Path
     services: RunningServices
     requests: RequestLog
+    pids: dict[str, int]
 
     @property
     def model(self) -> str:
@@ -91,4 +92,9 @@ def running_api(
     )
     with Launcher(launch) as launcher:
         services = launcher.start()
-        yield Api(model_dir=model_dir, services=services, requests=RequestLog(path))
+        yield Api(
+            model_dir=model_dir,
+            services=services,
+            requests=RequestLog(path),
+            pids=launcher.pids(),
+        )
