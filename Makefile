@@ -121,6 +121,10 @@ bench: setup ## Measure a local pair and print the figures.
 bench-transfer: setup ## Measure how fast the engines move blocks, and save the figures.
 	$(BIN)/python -m bench.transfer --save $(BENCH_ARGS)
 
+.PHONY: bench-router
+bench-router: setup ## Measure the router and the servicer, and save the figures.
+	$(BIN)/python -m bench.router --save $(BENCH_ARGS)
+
 .PHONY: clean
 clean: ## Remove the environments and caches.
 	rm -rf $(VENV) $(PROTO_VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache build dist

@@ -49,3 +49,14 @@ def test_bench_transfer_gives_every_figure_and_raw_samples() -> None:
             assert min(method["samples_ms"]) > 0
             assert method["sender_cpu_s_per_gib"] > 0
             assert method["receiver_cpu_s_per_gib"] > 0
+
+
+@pytest.mark.slow
+def test_bench_router_gives_every_figure_and_raw_samples() -> None:
+    content = run_bench("bench.router", "--requests", "20", "--runs", "1")
+    assert content["router_ttft_ms"] > 0
+    first = content["details"]["first_token_ms"]
+    assert len(first["direct"]["samples"]) == len(first["routed"]["samples"]) == 20
+    assert "p99" not in first["direct"]
+    # At the same rate of messages, eight times the tokens share the cost of each.
+    assert 0 < content["cpu_ms_per_token_8"] < content["cpu_ms_per_token_1"]
