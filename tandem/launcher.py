@@ -265,7 +265,10 @@ class Launcher:
         self._start_child(ROUTER_NAME, router.MODULE, arguments)
         try:
             router.wait_until_routing(
-                address, deadline=deadline, check=lambda: self._poll(block_s=0)
+                address,
+                num_decode=len(decode_addresses),
+                deadline=deadline,
+                check=lambda: self._poll(block_s=0),
             )
         except TimeoutError as error:
             raise self._not_ready(ROUTER_NAME) from error

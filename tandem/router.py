@@ -23,6 +23,22 @@ _CALL_TIMEOUT_S = 2.0
 # A first token may take as long as a long prompt needs; the router's own 3 s would cut it off.
 _SILENCE_S = 600
 _GRACE_S = 5
+# Health is asked every second (60 s by default), so that a service that returns is used within one
+# or two. Three failures in a row, each after 3 s at most, take it out: a busy machine may miss one.
+_HEALTH_INTERVAL_S = 1
+_HEALTH_TIMEOUT_S = 3
+_HEALTH_FAILURES = 3
+_HEALTH_SUCCESSES = 1
+# The policy goes by the loads that it polls. At every 10 s, the default, a service that returned
+# was judged by what it had reported before its end, and got nothing for up to 7 s.
+_LOAD_INTERVAL_S = 1
+# Ten failures open the circuit breaker before the health checks have noticed. It must not outlast
+# them: after its own 60 s, a service that returned within seconds would idle for the rest of them.
+_BREAKER_OPEN_S = 2
+_BREAKER_SUCCESSES = 1
+# Attempts in all. A request without a token goes to another decode service once; more attempts
+# would feed an overload, and decode itself tries another prefill service first.
+_ATTEMPTS = 2
 
 
 def free_port() -> int:
@@ -60,27 +76,41 @@ def arguments(*, port: int, metrics_port: int, decode_addresses: Sequence[str]) 
         "--worker-urls",
         *(f"grpc://{address}" for address in decode_addresses),
         "--policy=least_load",
+        f"--load-monitor-interval={_LOAD_INTERVAL_S}",
         "--worker-startup-check-interval=1",
         f"--worker-wedge-secs={_SILENCE_S}",
-        "--retry-max-retries=2",
+        f"--retry-max-retries={_ATTEMPTS}",
+        f"--health-check-interval-secs={_HEALTH_INTERVAL_S}",
+        f"--health-check-timeout-secs={_HEALTH_TIMEOUT_S}",
+        f"--health-failure-threshold={_HEALTH_FAILURES}",
+        f"--health-success-threshold={_HEALTH_SUCCESSES}",
+        f"--cb-timeout-duration-secs={_BREAKER_OPEN_S}",
+        f"--cb-success-threshold={_BREAKER_SUCCESSES}",
         f"--shutdown-grace-period-secs={_GRACE_S}",
         "--log-level=warn",
     ]
 
 
-def is_routing(address: str) -> bool:
-    """Whether the router at host:port takes requests, a tokenizer included."""
-    if _get(address, "/readiness") is None:
+def is_routing(address: str, *, num_decode: int) -> bool:
+    """Whether the router at host:port takes requests for so many decode services.
+
+    It counts itself ready with one of them, and before it has a tokenizer.
+    """
+    readiness = _get(address, "/readiness")
+    if readiness is None or json.loads(readiness)["healthy_workers"] < num_decode:
         return False
     tokenizers = _get(address, "/v1/tokenizers")
     return bool(tokenizers and json.loads(tokenizers).get("tokenizers"))
 
 
-def wait_until_routing(address: str, *, deadline: float, check: Callable[[], object]) -> None:
-    """Waits until the router takes requests.
+def wait_until_routing(
+    address: str, *, num_decode: int, deadline: float, check: Callable[[], object]
+) -> None:
+    """Waits until the router takes requests for every decode service.
 
     Args:
         address: host:port of the router.
+        num_decode: How many decode services it was told of.
         deadline: Monotonic time at which to give up.
         check: Called between attempts; may raise to end the wait.
 
@@ -88,7 +118,7 @@ def wait_until_routing(address: str, *, deadline: float, check: Callable[[], obj
         TimeoutError: It did not in time.
     """
     pause = threading.Event()
-    while not is_routing(address):
+    while not is_routing(address, num_decode=num_decode):
         check()
         if monotonic() >= deadline:
             raise TimeoutError(f"the router at {address} takes no requests")

@@ -105,6 +105,11 @@ class ServiceProcess:
         assert self._process is not None
         self._process.send_signal(number)
 
+    def signal_if_running(self, number: signal.Signals) -> None:
+        """Sends a signal to a process that may have ended, or never begun."""
+        if self.is_running():
+            self.signal(number)
+
     def wait_exit(self, timeout_s: float) -> int:
         """Waits for the exit and returns its code."""
         assert self._process is not None
