@@ -48,8 +48,8 @@ from kv_transfer.spans import ByteSpan
 _INCARNATION = "bench-sender"
 _CONNECT_TIMEOUT_S = 20.0
 # A run of a small push is many pushes, else the clock and the scheduler would be measured.
-_RUN_BYTES = 8 * MIB
-_MAX_PUSHES_PER_RUN = 16
+_RUN_BYTES = 256 * MIB
+_MAX_PUSHES_PER_RUN = 64
 
 
 @dataclass(slots=True, kw_only=True)

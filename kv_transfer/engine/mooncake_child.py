@@ -121,7 +121,7 @@ def _prepare(
     session = order["session"]
     if not _write(engine, session, base, order["scratch_address"], order["scratch_bytes"]):
         raise _OrderError(f"the target {session} cannot be written to")
-    return {}, lambda: _Sender(engine, session, base, control).serve()
+    return {}, lambda: Sender(engine, session, base, control).serve()
 
 
 def _write(engine: Any, session: str, source: int, target: int, num_bytes: int) -> bool:
@@ -138,12 +138,13 @@ def _wait_for_end(control: socket.socket) -> None:
         pass
 
 
-class _Sender:
+class Sender:
     """Carries out writes. Each id of the engine is polled to its final state exactly once: the
     engine frees it then, and asking again would crash.
     """
 
     def __init__(self, engine: Any, session: str, base: int, control: socket.socket) -> None:
+        """Write to `session` from the memory at `base`, as `control` says."""
         self._engine = engine
         self._session = session
         self._base = base
