@@ -91,7 +91,7 @@ def running_router(service_address: str) -> Iterator[str]:
     with _running([sys.executable, "-m", MODULE, *flags]) as process:
         address = f"{HOST}:{port}"
         deadline_s = time.monotonic() + _ROUTING_TIMEOUT_S
-        wait_until_routing(address, deadline=deadline_s, check=_must_run(process))
+        wait_until_routing(address, num_decode=1, deadline=deadline_s, check=_must_run(process))
         yield address
 
 
