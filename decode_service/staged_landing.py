@@ -189,7 +189,6 @@ class StagedLandings:
             pool=self._pool,
             ring=self._ring,
             ring_memory=target.buffer,
-            ring_address=target.address,
         )
         return StagedLanding(
             target=target,

@@ -1,8 +1,8 @@
 """Where the rows of a receipt have landed, and what is left to do until they are in their blocks.
 
 With an engine that writes straight into blocks, a look at the bytes is all. Rows that come through
-a staging ring are looked at in their slot and then copied, so a late write into a slot can never
-reach a block.
+a staging ring are taken out of their slot, looked at and then put into their blocks, so a late
+write into a slot can never reach a block.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,10 +10,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from kv_transfer.digest import digest_rows
-from kv_transfer.engine.host_copy import HostMemory
 from kv_transfer.errors import ReceiptFieldError
 from kv_transfer.layout import KvLayout, StagingMap
-from kv_transfer.spans import ByteSpan, CopySpan, Placement, byte_spans
+from kv_transfer.spans import ByteSpan, Placement, byte_spans
 from kv_transfer.ticket import Receipt, Ticket
 
 
@@ -107,25 +106,28 @@ class StagedCheck:
     Attributes:
         receipt: The receipt.
         slot: The slot's part that holds them.
-        copies: From the slot to the blocks; offsets are those of the pool.
+        places: Where they belong in the pool, in the order in which they are packed.
         pool: The blocks' memory.
-        host: To copy by address.
     """
 
     receipt: Receipt
     slot: memoryview = field(repr=False)
-    copies: list[CopySpan]
+    places: list[ByteSpan]
     pool: PoolMemory
-    host: HostMemory = field(repr=False)
 
     def land(self) -> int:
-        """As the protocol says: copies what is right."""
-        digest = digest_rows(self.slot, [ByteSpan(0, self.slot.nbytes)])
+        """As the protocol says: copies what is right.
+
+        The slot is read once. Anybody who reaches the engine's port may change it at any time, so
+        what is put into the blocks must be the very bytes that were looked at.
+        """
+        packed = memoryview(bytes(self.slot))
+        digest = digest_rows(packed, [ByteSpan(0, packed.nbytes)])
         if digest == self.receipt.digest:
-            for source_address, offset, num_bytes in self.copies:
-                self.host.copy_to(
-                    source_address, self.pool.view, self.pool.address, offset, num_bytes
-                )
+            at = 0
+            for start, num_bytes in self.places:
+                self.pool.view[start : start + num_bytes] = packed[at : at + num_bytes]
+                at += num_bytes
         return digest
 
 
@@ -140,7 +142,6 @@ class StagedRows:
         pool: PoolMemory,
         ring: StagingMap,
         ring_memory: memoryview,
-        ring_address: int,
     ) -> None:
         """Take both memories.
 
@@ -150,15 +151,12 @@ class StagedRows:
             pool: The blocks.
             ring: The slots.
             ring_memory: The target memory.
-            ring_address: Its address.
         """
         self._places = places
         self._layout = layout
         self._pool = pool
         self._ring = ring
         self._ring_memory = ring_memory
-        self._ring_address = ring_address
-        self._host = HostMemory()
 
     def components(self, receipt: Receipt) -> Sequence[str]:
         """As the protocol says: all of the layer."""
@@ -177,17 +175,13 @@ class StagedRows:
             limit = f"at most a slot of {self._ring.slot_bytes}"
             raise ReceiptFieldError("size_bytes", receipt.size_bytes, limit)
         start = receipt.slot * self._ring.slot_bytes
-        copies: list[CopySpan] = []
-        at = self._ring_address + start
+        places: list[ByteSpan] = []
         for name in self.components(receipt):
             place = self._places[receipt.layer, name]
-            for span in byte_spans(place, ticket.block_ids, receipt.rows):
-                copies.append(CopySpan(at, span.start, span.num_bytes))
-                at += span.num_bytes
+            places += byte_spans(place, ticket.block_ids, receipt.rows)
         return StagedCheck(
             receipt=receipt,
             slot=self._ring_memory[start : start + receipt.size_bytes],
-            copies=copies,
+            places=places,
             pool=self._pool,
-            host=self._host,
         )
