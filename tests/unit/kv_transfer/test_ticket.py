@@ -17,6 +17,7 @@ def issue(issuer: TicketIssuer, **fields: object) -> Ticket:
         "block_ids": (3, 1, 4),
         "rows": RowRange(0, 10),
         "lease_s": 5.0,
+        "slots": (3, 2),
     }
     return issuer.issue(**(values | fields))  # type: ignore[arg-type]
 
@@ -46,6 +47,9 @@ def test_issued_ticket_verifies_until_it_is_retired() -> None:
         ("rows", RowRange(0, 11)),
         ("rows", RowRange(1, 10)),
         ("lease_s", 6.0),
+        ("slots", (2,)),
+        ("slots", (2, 3)),
+        ("slots", ()),
         ("mac", bytes(MAC_BYTES)),
         ("mac", b""),
     ],
@@ -54,6 +58,13 @@ def test_ticket_with_any_field_changed_is_refused(field: str, value: object) -> 
     issuer = TicketIssuer("d1")
     with pytest.raises(TicketMacError):
         issuer.verify_ticket(replace(issue(issuer), **{field: value}))
+
+
+def test_block_moved_to_the_slots_changes_the_code() -> None:
+    issuer = TicketIssuer("d1")
+    ticket = issue(issuer, block_ids=(3, 1, 4), slots=(7,))
+    with pytest.raises(TicketMacError):
+        issuer.verify_ticket(replace(ticket, block_ids=(3, 1), slots=(4, 7)))
 
 
 def test_ticket_of_the_previous_incarnation_is_stale() -> None:

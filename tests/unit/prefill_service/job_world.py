@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from kv_transfer.errors import KvTransferError
+from kv_transfer.errors import KvTransferError, PushRefusedError
 from kv_transfer.layout import ComponentLayout, KvLayout, LayerLayout
 from kv_transfer.session import JobState
 from kv_transfer.spans import RowRange
@@ -69,6 +69,7 @@ class FakePush:
     on_failure: Callable[[PushFailed], None]
     num_renewals: int = 0
     freed_slots: list[int] = field(default_factory=list)
+    refused_slots: set[int] = field(default_factory=set)
     is_closed: bool = False
     on_quiet: list[Callable[[], None]] = field(default_factory=list)
 
@@ -79,6 +80,9 @@ class FakePush:
         self.num_renewals += 1
 
     def free_slots(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            if slot in self.refused_slots:
+                raise PushRefusedError("slot", slot, "a slot that was written")
         self.freed_slots.extend(slots)
 
     def close(self) -> None:

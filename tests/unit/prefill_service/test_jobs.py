@@ -211,6 +211,120 @@ async def test_renew_reaches_the_push_and_restarts_the_lease() -> None:
     assert (await failure_of(job)).reason == errors_pb2.FAILURE_REASON_LEASE_EXPIRED
 
 
+async def test_freed_slots_reach_the_push() -> None:
+    world = World()
+    job = world.granted()
+    world.jobs.free_slots(job, job.ticket_id, [2, 0])
+    world.jobs.free_slots(job, job.ticket_id, [1])
+    assert world.push_of(job).freed_slots == [2, 0, 1]
+    assert job.machine.state is JobState.COMPUTING
+
+
+@pytest.mark.parametrize("ticket_id", [b"", b"x" * 16])
+async def test_freed_slots_of_another_ticket_fail_the_job(ticket_id: bytes) -> None:
+    world = World()
+    job = world.granted()
+    world.jobs.free_slots(job, ticket_id, [0])
+    world.quiet(job)
+    failure = await failure_of(job)
+    assert failure.reason == errors_pb2.FAILURE_REASON_INVALID_REQUEST
+    assert "slots_freed.ticket_id" in failure.message
+    assert not world.push_of(job).freed_slots
+
+
+async def test_freed_slots_before_the_grant_fail_the_job() -> None:
+    world = World()
+    job = world.admit()
+    world.jobs.free_slots(job, b"", [0])
+    assert (await failure_of(job)).reason == errors_pb2.FAILURE_REASON_INVALID_REQUEST
+
+
+@pytest.mark.parametrize("slots", [[], [1, 1], list(range(1 << 17))])
+async def test_list_of_freed_slots_that_is_none_fails_the_job(slots: list[int]) -> None:
+    world = World()
+    job = world.granted()
+    world.jobs.free_slots(job, job.ticket_id, slots)
+    world.quiet(job)
+    assert (await failure_of(job)).reason == errors_pb2.FAILURE_REASON_INVALID_REQUEST
+    assert not world.push_of(job).freed_slots
+
+
+async def test_slots_that_the_push_refuses_fail_the_job_and_no_other() -> None:
+    world = World()
+    job, other = world.granted(), world.granted()
+    world.push_of(job).refused_slots = {3}
+    world.jobs.free_slots(job, job.ticket_id, [3])
+    world.quiet(job)
+    assert (await failure_of(job)).reason == errors_pb2.FAILURE_REASON_INVALID_REQUEST
+    assert other.machine.state is JobState.COMPUTING
+
+
+async def test_freed_slots_after_the_end_change_nothing() -> None:
+    world = World()
+    job = world.granted()
+    world.push_of(job).report_all()
+    world.sample(job)
+    world.jobs.free_slots(job, job.ticket_id, [0])
+    world.jobs.free_slots(job, b"another", [])
+    assert world.state(job) is JobState.DONE
+    assert not world.push_of(job).freed_slots
+    assert world.is_whole()
+
+
+async def test_broken_link_makes_no_drained_of_a_revoke() -> None:
+    world = World()
+    job = world.granted()
+    world.session.pusher.is_broken = True
+    world.jobs.revoke(job, "client left")
+    world.quiet(job)
+    failure = await failure_of(job)
+    assert failure.reason == errors_pb2.FAILURE_REASON_LINK_BROKEN
+    assert "may still land" in failure.message
+
+
+async def test_broken_link_overrides_the_reason_and_keeps_text_and_layer() -> None:
+    world = World()
+    job = world.granted()
+    world.session.pusher.is_broken = True
+    world.push_of(job).on_failure(
+        PushFailed(layer=3, rank=0, is_lease_expired=False, message="push failed at layer 3")
+    )
+    world.quiet(job)
+    failure = await failure_of(job)
+    assert failure.reason == errors_pb2.FAILURE_REASON_LINK_BROKEN
+    assert failure.layer == 3
+    assert "push failed at layer 3" in failure.message
+    assert "may still land" in failure.message
+
+
+async def test_link_that_breaks_after_the_end_of_the_last_write_is_still_told() -> None:
+    """What counts is the state of the link when the push is quiet, not when the job failed."""
+    world = World()
+    job = world.granted()
+    world.jobs.revoke(job, "client left")
+    world.session.pusher.is_broken = True
+    world.quiet(job)
+    assert (await failure_of(job)).reason == errors_pb2.FAILURE_REASON_LINK_BROKEN
+
+
+async def test_broken_link_means_nothing_for_a_job_that_never_pushed() -> None:
+    world = World()
+    world.session.pusher.is_broken = True
+    job = world.admit()
+    world.jobs.revoke(job, "client left")
+    assert (await kinds_of(job))[-1] == "drained"
+
+
+async def test_broken_link_means_nothing_for_a_job_whose_rows_are_all_reported() -> None:
+    world = World()
+    job = world.granted()
+    world.push_of(job).report_all()
+    world.session.pusher.is_broken = True
+    world.sample(job)
+    assert world.state(job) is JobState.DONE
+    assert (await kinds_of(job))[-1] == "first"
+
+
 async def wait_state(job: PrefillJob, state: JobState) -> None:
     while job.machine.state is not state:  # noqa: ASYNC110 - the alarm is the loop's own
         await asyncio.sleep(0.005)

@@ -19,6 +19,7 @@ from kv_transfer.layout import (
     KvLayout,
     LayerLayout,
     RegionMap,
+    StagingMap,
 )
 from kv_transfer.spans import RowRange
 from kv_transfer.ticket import Receipt, TicketIssuer
@@ -49,6 +50,7 @@ REGION = RegionMap(
 DESCRIPTOR = TargetDescriptor(
     engine="shm", address="/run/socket", access_key=b"k" * 32, size_bytes=65536
 )
+RING = StagingMap(num_blocks=4, num_slots=16, slot_bytes=4096)
 TICKET = TicketIssuer("decode-1").issue(
     prefill_incarnation="prefill-1", block_ids=(3, 1, 2), rows=RowRange(5, 40), lease_s=2.5
 )
@@ -72,6 +74,65 @@ def test_messages_survive_the_wire() -> None:
     assert wire.receipt_from_proto(wire.receipt_to_proto(RECEIPT)) == RECEIPT
 
 
+def test_staging_messages_survive_the_wire() -> None:
+    assert wire.region_from_proto(wire.region_to_proto(RING, DESCRIPTOR)) == (RING, DESCRIPTOR)
+    ticket = dataclasses.replace(TICKET, slots=(3, 0, 2**32 - 1))
+    assert wire.ticket_from_proto(wire.ticket_to_proto(ticket)) == ticket
+    for slot in (0, 2**32 - 1):
+        receipt = dataclasses.replace(RECEIPT, component="", slot=slot)
+        assert wire.receipt_from_proto(wire.receipt_to_proto(receipt)) == receipt
+
+
+def test_receipt_without_component_needs_a_slot() -> None:
+    message = wire.receipt_to_proto(dataclasses.replace(RECEIPT, component=""))
+    with pytest.raises(InvalidRequestError) as caught:
+        wire.receipt_from_proto(message)
+    assert caught.value.field == "receipt.component"
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"num_slots": 0}, "region.num_slots"),
+        ({"num_slots": 2**32 - 1, "size_bytes": 2**32 - 1, "slot_bytes": 1}, "region.num_slots"),
+        ({"slot_bytes": 4095}, "region.size_bytes"),
+        ({"slot_bytes": 2**64 - 1}, "region.size_bytes"),
+        ({"num_slots": 15}, "region.size_bytes"),
+        ({"num_blocks": 0}, "region.num_blocks"),
+        ({"components": [layout_pb2.ComponentRegion(component="x")]}, "region.components"),
+    ],
+)
+def test_wrong_field_of_a_ring_is_named(change: dict[str, Any], field: str) -> None:
+    message = wire.region_to_proto(RING, DESCRIPTOR)
+    for name, value in change.items():
+        message.ClearField(name)
+        message.MergeFrom(layout_pb2.KvRegion(**{name: value}))
+    with pytest.raises(InvalidRequestError) as caught:
+        wire.region_from_proto(message)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("slots", "low", "is_good"),
+    [
+        ((), 0, True),
+        ((), 1, False),
+        ((1, 1), 0, False),
+        (range(wire.MAX_SLOTS), 1, True),
+        (range(wire.MAX_SLOTS + 1), 0, False),
+    ],
+)
+def test_list_of_slots_is_bounded_and_has_none_twice(
+    slots: Any, low: int, *, is_good: bool
+) -> None:
+    if is_good:
+        assert wire.slots_from_proto("slots", slots, low=low) == tuple(slots)
+        return
+    with pytest.raises(InvalidRequestError) as caught:
+        wire.slots_from_proto("slots", slots, low=low)
+    assert caught.value.field == "slots"
+
+
 def test_sampling_survives_the_wire() -> None:
     params = SamplingParams(temperature=0.7, top_p=0.9, top_k=5, min_p=0.1)
     message = wire.sampling_to_proto(params, seed=2**64 - 1, banned_token_ids=(2, 7))
@@ -86,6 +147,8 @@ def test_sampling_survives_the_wire() -> None:
         ({"id": b"short"}, "ticket.id"),
         ({"mac": b""}, "ticket.mac"),
         ({"block_ids": [1, 2, 1]}, "ticket.block_ids"),
+        ({"slots": [1, 2, 1]}, "ticket.slots"),
+        ({"slots": range(wire.MAX_SLOTS + 1)}, "ticket.slots"),
         ({"row_end": 5}, "ticket.row_end"),
         ({"lease": duration_pb2.Duration()}, "ticket.lease"),
         ({"lease": duration_pb2.Duration(seconds=10**9)}, "ticket.lease"),
@@ -157,6 +220,7 @@ def test_random_bytes_raise_nothing_but_invalid_request(data: bytes) -> None:
         row_end=st.integers(0, 2**32 - 1),
         size_bytes=st.integers(0, 2**64 - 1),
         digest=st.integers(0, 2**64 - 1),
+        slot=st.one_of(st.none(), st.integers(0, 2**32 - 1)),
     )
 )
 @settings(max_examples=200, deadline=None)
