@@ -4,15 +4,16 @@
 
 Each context is several times longer than what the model's attention selects per token, and the
 fact asked for lies anywhere in it: an answer is right only if the KV that prefill pushed, indexer
-keys included, arrived whole. Exit status 0 means that every token equals the single process's, that
-the router's HTTP API gives the same words, and that most facts were recalled.
+keys included, arrived whole. Every question is asked twice: over gRPC, and through the router with
+curl or the official OpenAI client, by completions or chat, streamed or not. Exit status 0 means
+that every token equals the single process's, that the router gives the same words, and that most
+facts were recalled.
 """
 
 from __future__ import annotations
 
-import json
+import itertools
 import sys
-import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
 from time import monotonic
@@ -27,6 +28,7 @@ from tandem.default_model import (
     default_model_dir,
     recall_questions,
 )
+from tandem.demo_clients import Ask, HttpClient, HttpError, Way, all_ways, installed_clients
 from tandem.generation import Completion
 from tandem.launcher import Launcher, LauncherError, LaunchSettings
 
@@ -38,7 +40,6 @@ MIN_RECALL = 0.75
 _SEED = 1
 _BLOCK_SIZE = 64
 _CHUNK_TOKENS = 512
-_HTTP_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,13 +49,13 @@ class Answer:
     Attributes:
         question: What was asked.
         completion: What the pair answered over gRPC.
-        routed_text: What it answered through the router's HTTP API.
+        routed_text: What it answered through the router's HTTP API; None without an HTTP client.
         single_process_token_ids: What one process answers.
     """
 
     question: RecallQuestion
     completion: Completion
-    routed_text: str
+    routed_text: str | None
     single_process_token_ids: tuple[int, ...]
 
     @property
@@ -63,8 +64,10 @@ class Answer:
         return self.completion.token_ids == self.single_process_token_ids
 
     @property
-    def is_equal_through_router(self) -> bool:
-        """Whether the router hands on the same words."""
+    def is_equal_through_router(self) -> bool | None:
+        """Whether the router hands on the same words; None if it was not asked."""
+        if self.routed_text is None:
+            return None
         return self.routed_text.split() == (self.completion.text or "").split()
 
     @property
@@ -95,10 +98,9 @@ def run(console: Console) -> int:
             )
             with Client(services.decode[0]) as client:
                 completions = [_ask(client, question, console) for question in questions]
-            console.print("the same questions through the router's OpenAI API:")
-            routed = [_ask_router(services.router, question, console) for question in questions]
-    except LauncherError as error:
-        console.print(f"the services failed: {error}", markup=False)
+            routed = _ask_router(services.router, questions, console)
+    except (LauncherError, HttpError) as error:
+        console.print(f"the demo failed: {error}", markup=False)
         return 1
     truths = _ask_single_process(questions)
     answers = [
@@ -127,31 +129,40 @@ def _ask(client: Client, question: RecallQuestion, console: Console) -> Completi
         return generation.completion
 
 
-def _ask_router(address: str, question: RecallQuestion, console: Console) -> str:
-    """Streams one answer of the OpenAI completions API to the console and returns it."""
-    body = {
-        "model": default_model_dir().name,
-        "prompt": question.prompt,
-        "max_tokens": NUM_ANSWER_WORDS,
-        "temperature": 0,
-        "stream": True,
-    }
-    request = urllib.request.Request(
-        f"http://{address}/v1/completions",
-        data=json.dumps(body).encode(),
-        headers={"Content-Type": "application/json"},
+def _ask_router(
+    router: str, questions: Sequence[RecallQuestion], console: Console
+) -> list[str | None]:
+    """Asks through the router's OpenAI API, each question in the next way of all."""
+    clients, missing = installed_clients(router)
+    console.print("the same questions through the router's OpenAI API:")
+    for name in missing:
+        console.print(f"[yellow]not here, so not shown:[/yellow] {name}")
+    if not clients:
+        return [None] * len(questions)
+    ways = itertools.cycle(all_ways(clients))
+    return [
+        _ask_http(clients[way.client], question, way, console)
+        for question, way in zip(questions, ways, strict=False)
+    ]
+
+
+def _ask_http(client: HttpClient, question: RecallQuestion, way: Way, console: Console) -> str:
+    """Asks in one way; the answer is shown as it comes."""
+    context, name = question.prompt.split(" ? ")
+    ask = Ask(
+        model=default_model_dir().name,
+        prompt=question.prompt,
+        # The model's chat template puts <bos> before them and makes the same prompt of both.
+        messages=[("system", context.removeprefix("<bos> ")), ("user", f"? {name}")],
+        max_tokens=NUM_ANSWER_WORDS,
     )
-    console.print(f"{question.num_words:>5} words ... ->", end=" ")
-    text = ""
-    with urllib.request.urlopen(request, timeout=_HTTP_TIMEOUT_S) as reply:
-        for line in reply:
-            event = line.decode().removeprefix("data: ").strip()
-            if event and event != "[DONE]":
-                piece = json.loads(event)["choices"][0]["text"]
-                console.print(piece, end="", style="bold", markup=False)
-                text += piece
+    console.print(f"{question.num_words:>5} words, {way!s:<28} ? {name} ->", end=" ")
+    pieces: list[str] = []
+    for piece in client.pieces(ask, way):
+        console.print(piece, end="", style="bold", markup=False)
+        pieces.append(piece)
     console.print()
-    return text
+    return "".join(pieces)
 
 
 def _ask_single_process(questions: Sequence[RecallQuestion]) -> list[tuple[int, ...]]:
@@ -203,19 +214,23 @@ def _table(answers: Sequence[Answer]) -> Table:
 
 def _verdict(answers: Sequence[Answer], console: Console) -> int:
     num_equal = sum(answer.is_equal for answer in answers)
-    num_routed = sum(answer.is_equal_through_router for answer in answers)
+    routed = [answer for answer in answers if answer.is_equal_through_router is not None]
+    num_routed = sum(bool(answer.is_equal_through_router) for answer in routed)
     num_recalled = sum(answer.is_recalled for answer in answers)
     console.print(
         f"{num_equal} of {len(answers)} answers equal the single process in every token; "
-        f"{num_routed} are the same through the router; {num_recalled} facts recalled"
+        f"{num_routed} of {len(routed)} asked through the router are the same; "
+        f"{num_recalled} facts recalled"
     )
-    is_equal = num_equal == num_routed == len(answers)
+    is_equal = num_equal == len(answers) and num_routed == len(routed)
     is_good = is_equal and num_recalled >= MIN_RECALL * len(answers)
     console.print("[green]demo passed[/green]" if is_good else "[red]demo FAILED[/red]")
     return 0 if is_good else 1
 
 
-def _yes_or_no(value: bool) -> str:
+def _yes_or_no(value: bool | None) -> str:
+    if value is None:
+        return "-"
     return "yes" if value else "[red]NO[/red]"
 
 

@@ -117,3 +117,4 @@ def test_demo_passes() -> None:
     )
     assert result.returncode == 0, result.stdout + result.stderr
     assert "12 of 12 answers equal the single process in every token" in result.stdout
+    assert "12 of 12 asked through the router are the same" in result.stdout
